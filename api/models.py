@@ -1,0 +1,187 @@
+"""What requests and answers look like."""
+
+from __future__ import annotations
+
+import json
+import math
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from states import Status
+
+Route = Literal["local", "cloud"]
+
+
+def storable_text(text: str) -> str:
+    """Refuse what a text column cannot hold."""
+    if "\0" in text:
+        raise ValueError("the character NUL (\\u0000) cannot be stored; leave it out")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("half a surrogate pair cannot be stored; leave it out") from None
+    return text
+
+
+def storable_json(value: Any) -> Any:
+    """Refuse what a jsonb column cannot hold, at any depth."""
+    if isinstance(value, str):
+        storable_text(value)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("NaN and Infinity are no JSON; use null")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            storable_json(key)
+            storable_json(item)
+    elif isinstance(value, list):
+        for item in value:
+            storable_json(item)
+    return value
+
+
+def not_blank(text: str) -> str:
+    if not text.strip():
+        raise ValueError("it is empty; say what the model is to do")
+    return text
+
+
+Prompt = Annotated[
+    str, Field(strict=True), AfterValidator(not_blank), AfterValidator(storable_text)
+]
+Metadata = Annotated[dict[str, Any], AfterValidator(storable_json)]
+
+
+class PromptTask(BaseModel):
+    """The body of POST /tasks."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    prompt: Prompt = Field(examples=["Write one sentence about durable queues."])
+    priority: Annotated[int, Field(strict=True, ge=0, le=9)] = 0
+    delay_seconds: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = 0
+    max_retry: Annotated[int, Field(strict=True, ge=1, le=10_000)] | None = None
+    timeout_seconds: (
+        Annotated[float, Field(strict=True, gt=0, le=604_800, allow_inf_nan=False)] | None
+    ) = None
+    route: Literal["auto", "local", "cloud"] = "auto"
+    metadata: Metadata | None = None
+
+
+class TaskCreated(BaseModel):
+    """The answer to POST /tasks."""
+
+    task_id: int | str
+    status: Status
+
+
+class TaskError(BaseModel):
+    """Why the task stands where it stands: the reason of its last transition, and what was said."""
+
+    type: str
+    message: str
+
+
+class Problem(BaseModel):
+    """Every answer that is no success."""
+
+    error: str
+    detail: Any = None
+
+
+class Task(BaseModel):
+    """The answer to GET /tasks/{id}."""
+
+    task_id: int | str = Field(description="its name if it was given one, else its number")
+    status: Status
+    result: Any = Field(description='null until final; {"text"} for a prompt')
+    id: int
+    kind: str
+    error: TaskError | None
+    route: Route | None
+    model: str | None
+    cost: str | None = Field(description="a decimal with 8 places")
+    prompt_tokens: int
+    completion_tokens: int
+    truncated: bool = Field(description="the model server cut the prompt without saying so")
+    duration_seconds: float | None = Field(description="of the last attempt")
+    retry_count: int
+    delivery_count: int
+    attempt: int
+    priority: int
+    run_id: int | None
+    step: str | None
+    state: Any = None
+    waiting_for: str | None
+    worker: str | None
+    lease_expires_at: str | None
+    cancel_requested: bool
+    metadata: dict[str, Any] | None
+    created_at: str
+    available_at: str
+    started_at: str | None
+    finished_at: str | None
+
+
+class Metrics(BaseModel):
+    """The answer to GET /metrics."""
+
+    by_status: dict[str, int]
+    avg_retry: float
+    reclaimed_count: int
+    avg_duration_seconds: float | None
+    cost_by_route: dict[str, str]
+
+
+SHOWN_AS_STORED = (
+    "status", "result", "kind", "route", "model", "prompt_tokens", "completion_tokens",
+    "truncated", "duration_seconds", "retry_count", "delivery_count", "attempt", "priority",
+    "step", "worker", "cancel_requested", "metadata",
+)  # fmt: skip
+SHOWN_AS_TIMES = ("lease_expires_at", "created_at", "available_at", "started_at", "finished_at")
+
+
+def task_view(row: dict[str, Any]) -> Task:
+    """A row of tasks as the API shows it."""
+    shown = {column: row[column] for column in SHOWN_AS_STORED}
+    shown |= {column: iso_utc(row[column]) for column in SHOWN_AS_TIMES}
+    shown |= {
+        "id": row["task_id"],
+        "task_id": row["name"] or row["task_id"],
+        "run_id": row["parent_id"],
+        "cost": money(row["cost"]),
+        "error": _error(row),
+        "waiting_for": _waiting_for(row),
+    }
+    return Task(**shown)
+
+
+def _error(row: dict[str, Any]) -> TaskError | None:
+    if row["last_error"] is None:
+        return None
+    return TaskError(type=row["reason"], message=row["last_error"])
+
+
+def _waiting_for(row: dict[str, Any]) -> str | None:
+    if row["status"] == "BLOCKED":
+        return "dependencies"
+    if row["status"] == "AWAITING_APPROVAL":
+        return "approval"
+    if row["status"] == "PENDING" and row["is_delayed"]:
+        return f"backend {row['route']}" if row["reason"] == "outage" else "backoff"
+    return None
+
+
+def iso_utc(moment: datetime | None) -> str | None:
+    return None if moment is None else moment.astimezone(UTC).isoformat().replace("+00:00", "Z")
+
+
+def money(amount: Decimal | None) -> str | None:
+    return None if amount is None else f"{amount:.8f}"
+
+
+def json_bytes(value: Any) -> int:
+    """The size of a JSON value as it would be sent."""
+    return len(json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode())

@@ -1,0 +1,91 @@
+"""Every error as {"error": "<plain words>"}, with "detail" where a field is to blame."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from errors import (
+    DatabaseUnavailable,
+    KeyReused,
+    NotFound,
+    OrchestratorError,
+    RequestRefused,
+    SchemaOutdated,
+    TooLarge,
+)
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_SECONDS = "2"
+STATUS_OF: dict[type[OrchestratorError], int] = {
+    NotFound: 404,
+    TooLarge: 413,
+    KeyReused: 422,
+    DatabaseUnavailable: 503,
+    SchemaOutdated: 503,
+}
+
+
+def problem(status: int, error: str, detail: Any = None, **headers: str) -> JSONResponse:
+    body = {"error": error} if detail is None else {"error": error, "detail": detail}
+    return JSONResponse(body, status, headers)
+
+
+def handle_problems(app: FastAPI) -> None:
+    """Teach `app` to answer each kind of error in our shape."""
+    app.add_exception_handler(OrchestratorError, _own)  # type: ignore[arg-type]
+    app.add_exception_handler(RequestValidationError, _invalid)  # type: ignore[arg-type]
+    app.add_exception_handler(HTTPException, _http)  # type: ignore[arg-type]
+    app.add_exception_handler(Exception, _fault)
+
+
+async def _own(request: Request, error: OrchestratorError) -> JSONResponse:
+    default = 400 if isinstance(error, RequestRefused) else 500
+    status = STATUS_OF.get(type(error), default)
+    if status == 503:
+        return problem(503, str(error), **{"Retry-After": RETRY_AFTER_SECONDS})
+    return problem(status, str(error))
+
+
+async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+    """422 that names each field; 400 for a body that is not JSON at all."""
+    problems = [_blame(one) for one in error.errors()]
+    if any(one["type"] == "json_invalid" for one in error.errors()):
+        return problem(400, f"the body is not JSON: {error.errors()[0]['ctx']['error']}")
+    sentence = "; ".join(f"{one['field']}: {one['message']}" for one in problems)
+    return problem(422, sentence, problems)
+
+
+def _blame(error: Any) -> dict[str, str]:
+    place, *path = [str(part) for part in error["loc"]]
+    if error["type"] == "extra_forbidden":
+        message = "this field is not known here"
+    elif error["type"] == "value_error":
+        message = str(error["ctx"]["error"])
+    elif not path and error["type"] in ("model_attributes_type", "dict_type"):
+        message = "send one JSON object, with the header Content-Type: application/json"
+    else:
+        message = error["msg"]
+    return {"field": ".".join(path) or place, "message": message}
+
+
+async def _http(request: Request, error: HTTPException) -> JSONResponse:
+    words = {
+        404: "not found",
+        405: f"{request.method} is not possible on {request.url.path}",
+        413: "the body is larger than limits.max_body_bytes of config.toml",
+        400: "the body cannot be read; send one JSON object, not too deeply nested",
+    }
+    headers = dict(error.headers or {})
+    return problem(error.status_code, words.get(error.status_code, str(error.detail)), **headers)
+
+
+async def _fault(request: Request, error: Exception) -> JSONResponse:
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return problem(500, "this is a fault of ours; it was logged, and the request may be repeated")

@@ -1,0 +1,122 @@
+"""The way in: requests that come at the same time are stored by one writer in one transaction.
+
+A lone request is written at once; while it is, others gather and go together. What is
+acknowledged is committed. One item that is bad, or whose key another transaction holds, is
+tried again alone and holds up no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import psycopg2
+
+import db
+from api.database import Database
+from db import Answer, NewTask, Submitted
+from errors import DatabaseUnavailable, OrchestratorError
+
+logger = logging.getLogger(__name__)
+
+LARGEST_BATCH = 200
+MOST_WAITING = 10_000
+BATCH_LOCK_TIMEOUT_SECONDS = 0.1
+THREADS_FOR_LONE_ITEMS = 4
+
+Item = tuple[NewTask, "Future[Submitted]"]
+
+
+class SubmitWriter:
+    """Stores tasks for many requests at once. `open` before use, `close` after the last."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._waiting: queue.Queue[Item | None] = queue.Queue(MOST_WAITING)
+        self._thread = threading.Thread(target=self._write_all, name="submit-writer", daemon=True)
+        self._alone = ThreadPoolExecutor(THREADS_FOR_LONE_ITEMS, "submit-alone")
+
+    def open(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Store what waits, then end."""
+        self._waiting.put(None)
+        self._thread.join()
+        self._alone.shutdown()
+
+    async def submit(self, task: NewTask) -> Submitted:
+        """Return when the task is committed; raises KeyReused or DatabaseUnavailable."""
+        stored: Future[Submitted] = Future()
+        try:
+            self._waiting.put_nowait((task, stored))
+        except queue.Full:
+            raise DatabaseUnavailable(
+                f"{MOST_WAITING} submissions are waiting already; try again shortly"
+            ) from None
+        # Shielded: a client that hangs up must not take back what is being written.
+        return await asyncio.shield(asyncio.wrap_future(stored))
+
+    def _write_all(self) -> None:
+        while (first := self._waiting.get()) is not None:
+            batch, ended = self._gather(first)
+            self._write(batch)
+            if ended:
+                return
+
+    def _gather(self, first: Item) -> tuple[list[Item], bool]:
+        """`first` and what else waits by now; whether the end was among it."""
+        batch = [first]
+        while len(batch) < LARGEST_BATCH:
+            try:
+                item = self._waiting.get_nowait()
+            except queue.Empty:
+                break
+            if item is None:
+                return batch, True
+            batch.append(item)
+        return batch, False
+
+    def _write(self, batch: list[Item]) -> None:
+        try:
+            with self._database.connection() as conn:
+                usual = conn.lock_timeout_seconds
+                conn.lock_timeout_seconds = BATCH_LOCK_TIMEOUT_SECONDS
+                try:
+                    answers = db.submit_tasks(conn, [task for task, _ in batch])
+                finally:
+                    conn.lock_timeout_seconds = usual
+        except OrchestratorError as failed:
+            self._tell_or_retry(batch, failed)
+        except Exception as failed:
+            self._tell_or_retry(batch, failed)
+        else:
+            _tell(batch, answers)
+
+    def _tell_or_retry(self, batch: list[Item], failed: Exception) -> None:
+        """Nothing of the batch was stored: if one item may be to blame, try each alone."""
+        cause = failed.__cause__ if isinstance(failed, DatabaseUnavailable) else failed
+        if isinstance(cause, psycopg2.Error) and cause.pgcode is not None:
+            for item in batch:
+                self._alone.submit(self._write_alone, item)
+            return
+        for _, stored in batch:
+            stored.set_exception(failed)
+
+    def _write_alone(self, item: Item) -> None:
+        task, stored = item
+        try:
+            stored.set_result(self._database.run(db.submit_task, task))
+        except Exception as failed:
+            stored.set_exception(failed)
+
+
+def _tell(batch: list[Item], answers: list[Answer]) -> None:
+    for (_, stored), answer in zip(batch, answers, strict=True):
+        if isinstance(answer, OrchestratorError):
+            stored.set_exception(answer)
+        else:
+            stored.set_result(answer)

@@ -1,0 +1,216 @@
+"""Settings: config.toml, .env and the environment in, one frozen, validated object out.
+
+Order, later wins: built-in default, config.toml, .env, environment, command line.
+Whatever is wrong raises ConfigError with the key to blame; a process that cannot read
+its settings does not start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from decimal import Decimal
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import tomli
+from dotenv import dotenv_values
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+ROOT = Path(__file__).resolve().parent
+
+Count = Annotated[int, Field(strict=True, ge=0)]
+AtLeastOne = Annotated[int, Field(strict=True, ge=1)]
+
+
+def _number(value: object) -> object:
+    """Let TOML's numbers through and nothing that only looks like one."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
+        raise ValueError("this is to be a number, without quotes")
+    return float(value)
+
+
+Seconds = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
+Money = Annotated[Decimal, Field(ge=0, allow_inf_nan=False)]
+Name = Annotated[str, Field(strict=True, min_length=1)]
+
+
+class ConfigError(Exception):
+    """The settings cannot be used; the text names the key and says why."""
+
+
+class Section(BaseModel):
+    """One table of config.toml: frozen, and a key it does not know is refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Retry(Section):
+    max_retry: AtLeastOne = 3
+    max_delivery: AtLeastOne = 3
+    max_delay_seconds: Seconds = 60
+
+
+class Routing(Section):
+    prompt_threshold: Count = 100
+    pending_threshold: Count = 5
+
+
+class Models(Section):
+    local: Name = "llama3.2:latest"
+    cloud: Name = "qwen3:14b"
+
+    def of_route(self, route: str) -> str:
+        """The model that serves `route` (local or cloud)."""
+        return self.cloud if route == "cloud" else self.local
+
+
+class Cost(Section):
+    local_per_token: Money = Decimal("0.00001")
+    cloud_per_token: Money = Decimal("0.0001")
+    local_prompt_per_token: Money = Decimal("0")
+    cloud_prompt_per_token: Money = Decimal("0")
+
+    def of_call(self, route: str, prompt_tokens: int, completion_tokens: int) -> Decimal:
+        """What a call of so many tokens on `route` costs, exactly."""
+        if route == "cloud":
+            prompt_rate, completion_rate = self.cloud_prompt_per_token, self.cloud_per_token
+        else:
+            prompt_rate, completion_rate = self.local_prompt_per_token, self.local_per_token
+        return prompt_tokens * prompt_rate + completion_tokens * completion_rate
+
+
+class Ollama(Section):
+    url: Annotated[str, Field(strict=True, pattern=r"^https?://[^\s/]+")] = "http://localhost:11434"
+    timeout_seconds: Seconds = 60
+    connect_timeout_seconds: Seconds = 5
+    num_ctx: AtLeastOne = 4096
+    num_predict: AtLeastOne = 1024
+
+
+class WorkerSettings(Section):
+    concurrency: AtLeastOne = 4
+    lease_seconds: Seconds = 30
+    heartbeat_seconds: Seconds = 10
+    reap_seconds: Seconds = 5
+    poll_seconds: Seconds = 5
+    grace_seconds: Seconds = 30
+    task_timeout_seconds: Seconds = 3600
+
+    @model_validator(mode="after")
+    def lease_outlives_two_missed_heartbeats(self) -> WorkerSettings:
+        if self.lease_seconds < 3 * self.heartbeat_seconds:
+            raise ValueError(
+                f"lease_seconds = {self.lease_seconds:g} is under three heartbeats "
+                f"(heartbeat_seconds = {self.heartbeat_seconds:g}): a task would be taken from "
+                f"a healthy worker after one late beat; set it to "
+                f"{3 * self.heartbeat_seconds:g} or more"
+            )
+        return self
+
+
+class Limits(Section):
+    max_prompt_bytes: AtLeastOne = 1024 * 1024
+    max_metadata_bytes: AtLeastOne = 16 * 1024
+    max_body_bytes: AtLeastOne = 8 * 1024 * 1024
+    max_result_bytes: AtLeastOne = 16 * 1024 * 1024
+    max_error_bytes: AtLeastOne = 8 * 1024
+    max_wait_seconds: Seconds = 60
+    max_delay_seconds: Seconds = 31_536_000
+
+
+class DatabaseSettings(Section):
+    pool_size: AtLeastOne = 8
+    pool_wait_seconds: Seconds = 5
+    connect_timeout_seconds: Seconds = 5
+    reply_timeout_seconds: Seconds = 30
+    lock_timeout_seconds: Seconds = 5
+
+
+class Settings(Section):
+    """Everything a process needs to know, read once by its entry point and passed on."""
+
+    retry: Retry = Retry()
+    routing: Routing = Routing()
+    models: Models = Models()
+    cost: Cost = Cost()
+    ollama: Ollama = Ollama()
+    worker: WorkerSettings = WorkerSettings()
+    limits: Limits = Limits()
+    database: DatabaseSettings = DatabaseSettings()
+    database_url: Name
+    database_listen_url: Name
+
+
+def load_config(path: Path | None = None, environ: Mapping[str, str] | None = None) -> Settings:
+    """Read and validate the settings, or raise ConfigError.
+
+    `path` defaults to ORCHESTRATOR_CONFIG, else config.toml beside this file (which may be
+    absent: then the defaults stand). .env is read from the folder of that file.
+    """
+    given = os.environ if environ is None else environ
+    file = Path(path or given.get("ORCHESTRATOR_CONFIG") or ROOT / "config.toml")
+    env = {**_read_dotenv(file.parent / ".env"), **given}
+    sections = _read_toml(file, must_exist=file != ROOT / "config.toml")
+    for key in ("database_url", "database_listen_url"):
+        if key in sections:
+            raise ConfigError(f"{file}: {key} belongs in the environment or in .env, not here")
+    if env.get("OLLAMA_URL"):
+        sections["ollama"] = {**_table(file, sections, "ollama"), "url": env["OLLAMA_URL"]}
+    url = env.get("DATABASE_URL") or _default_database_url(env.get("DB_PASSWORD") or "devpass")
+    listen_url = env.get("DATABASE_LISTEN_URL") or url
+    try:
+        return Settings.model_validate(
+            {**sections, "database_url": url, "database_listen_url": listen_url}
+        )
+    except ValidationError as refused:
+        raise ConfigError(f"{file}: {_in_plain_words(refused)}") from refused
+
+
+@lru_cache(maxsize=1)
+def current_config() -> Settings:
+    """The settings of this process, for callers that were not handed any."""
+    return load_config()
+
+
+def _read_toml(file: Path, must_exist: bool) -> dict[str, Any]:
+    if not file.exists() and not must_exist:
+        return {}
+    try:
+        # Decimal keeps a rate such as 0.00001 exact when it is written without quotes.
+        return tomli.loads(file.read_text(encoding="utf-8"), parse_float=Decimal)
+    except (OSError, UnicodeDecodeError) as failed:
+        raise ConfigError(f"{file}: cannot be read: {failed}") from failed
+    except tomli.TOMLDecodeError as failed:
+        raise ConfigError(f"{file}: is not TOML: {failed}") from failed
+
+
+def _read_dotenv(file: Path) -> dict[str, str]:
+    values = dotenv_values(file, interpolate=False) if file.is_file() else {}
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _table(file: Path, sections: dict[str, Any], name: str) -> dict[str, Any]:
+    table = sections.get(name, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{file}: {name} is to be a table, [{name}]")
+    return table
+
+
+def _default_database_url(password: str) -> str:
+    return f"postgresql://postgres:{quote(password, safe='')}@localhost:5432/orchestrator"
+
+
+def _in_plain_words(refused: ValidationError) -> str:
+    problems = []
+    for error in refused.errors():
+        key = ".".join(str(part) for part in error["loc"])
+        if error["type"] == "extra_forbidden":
+            problems.append(f"{key} is not a known setting")
+        elif error["type"] == "value_error":
+            problems.append(f"{key}: {error['ctx']['error']}")
+        else:
+            problems.append(f"{key} = {error['input']!r}: {error['msg']}")
+    return "; ".join(problems)

@@ -1,0 +1,50 @@
+"""Every error that one module raises for another to handle.
+
+OrchestratorError
+├── DatabaseUnavailable    Postgres cannot be asked now; try again
+├── SchemaOutdated         the database holds another version of the schema
+├── RequestRefused         the caller asked for something that is not to be had (4xx)
+│   ├── NotFound
+│   ├── TooLarge
+│   └── KeyReused
+└── LeaseLost              another worker owns the task; whatever was computed is void
+
+A class's docstring is its default message.
+"""
+
+from __future__ import annotations
+
+
+class OrchestratorError(Exception):
+    """Something went wrong."""
+
+    def __init__(self, message: str | None = None) -> None:
+        super().__init__(message or type(self).__doc__)
+
+
+class DatabaseUnavailable(OrchestratorError):
+    """The database cannot be reached; try again shortly."""
+
+
+class SchemaOutdated(OrchestratorError):
+    """The database's schema is of another version; run: python admin.py migrate"""
+
+
+class RequestRefused(OrchestratorError):
+    """The request cannot be carried out."""
+
+
+class NotFound(RequestRefused):
+    """not found"""
+
+
+class TooLarge(RequestRefused):
+    """The request is too large."""
+
+
+class KeyReused(RequestRefused):
+    """This Idempotency-Key came with another body before; use a new key for a new task."""
+
+
+class LeaseLost(OrchestratorError):
+    """The lease of this task ran out and another worker may own it now."""

@@ -1,0 +1,34 @@
+"""How a call of a model or a tool can end without an answer, and what that means for its task.
+
+CallEnded
+├── Outage      the other side is away or overloaded: the task goes back, nothing is burned
+├── Failure     this attempt failed: retry with backoff
+└── Permanent   it will fail every time: a dead letter at once, with what to do
+"""
+
+from __future__ import annotations
+
+
+class CallEnded(Exception):
+    """A call brought no answer."""
+
+
+class Outage(CallEnded):
+    """`retry_after_seconds`: when the other side asked to be tried again, if it said so."""
+
+    def __init__(self, message: str, retry_after_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
+
+
+class Failure(CallEnded):
+    """`prompt_tokens`, `completion_tokens`: what the failed call used, if it said so."""
+
+    def __init__(self, message: str, prompt_tokens: int = 0, completion_tokens: int = 0) -> None:
+        super().__init__(message)
+        self.prompt_tokens = prompt_tokens
+        self.completion_tokens = completion_tokens
+
+
+class Permanent(CallEnded):
+    pass

@@ -1,0 +1,191 @@
+"""One completion from a server that speaks Ollama's API, streamed.
+
+https://github.com/ollama/ollama/blob/main/docs/api.md: POST /api/generate answers with one JSON
+object per line; the last has `done: true` and the counts, which are left out when they are zero.
+Hanging up stops the generation, so cancelling the coroutine cancels the call.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from config import Ollama
+from execution.errors import Failure, Outage, Permanent
+
+# English text has about four bytes a token and no common script fewer than one character a
+# token in three; a count below a twelfth of the bytes means that the server cut the prompt.
+FEWEST_TOKENS_PER_BYTE = 1 / 12
+SHORTEST_PROMPT_JUDGED_BYTES = 400
+LONGEST_ERROR_READ_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Completion:
+    """An answer, whole. Counts are the server's own."""
+
+    text: str
+    prompt_tokens: int
+    completion_tokens: int
+    truncated: bool
+
+
+class OllamaClient:
+    """Calls one server; may be used by many coroutines of one event loop."""
+
+    def __init__(self, settings: Ollama, max_result_bytes: int) -> None:
+        self._settings = settings
+        self._max_result_bytes = max_result_bytes
+        self._http = httpx.AsyncClient(
+            base_url=settings.url,
+            timeout=httpx.Timeout(
+                settings.timeout_seconds, connect=settings.connect_timeout_seconds
+            ),
+            limits=httpx.Limits(max_connections=None),
+            trust_env=False,
+        )
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def complete(self, model: str, prompt: str) -> Completion:
+        """Return the model's answer to `prompt`; raises Outage, Failure or Permanent."""
+        body = {
+            "model": model,
+            "prompt": prompt,
+            "stream": True,
+            "options": {
+                "num_ctx": self._settings.num_ctx,
+                "num_predict": self._settings.num_predict,
+            },
+        }
+        try:
+            async with self._http.stream("POST", "/api/generate", json=body) as response:
+                if response.status_code != 200:
+                    raise await _refusal(response, model)
+                try:
+                    return await self._read(response, prompt)
+                except httpx.HTTPError as failed:
+                    raise _broken_off(failed, self._settings.timeout_seconds) from failed
+        except (httpx.ConnectError, httpx.ConnectTimeout) as failed:
+            raise Outage(
+                f"cannot connect to the model server at {self._settings.url}: "
+                f"{failed or type(failed).__name__}"
+            ) from failed
+        except httpx.TimeoutException as failed:
+            raise _broken_off(failed, self._settings.timeout_seconds) from failed
+        except httpx.HTTPError as failed:
+            raise Outage(
+                f"the model server hung up before it answered: {failed or type(failed).__name__}",
+            ) from failed
+
+    async def _read(self, response: httpx.Response, prompt: str) -> Completion:
+        pieces: list[str] = []
+        size = 0
+        async for line in _lines(response, self._max_result_bytes):
+            message = _message(line)
+            if error := message.get("error"):
+                raise Failure(f"the model server stopped in the middle: {error}")
+            piece = message.get("response", "")
+            if not isinstance(piece, str):
+                raise Failure("the model server sent an answer that is no text")
+            pieces.append(piece)
+            size += len(piece.encode(errors="surrogatepass"))
+            if size > self._max_result_bytes:
+                raise Permanent(
+                    f"the answer is longer than limits.max_result_bytes "
+                    f"({self._max_result_bytes} bytes); raise it or ask for less"
+                )
+            if message.get("done") is True:
+                return _completion("".join(pieces), message, prompt)
+        raise Failure("the model server's answer broke off: it ended without `done`")
+
+
+def _broken_off(failed: httpx.HTTPError, timeout_seconds: float) -> Failure:
+    if isinstance(failed, httpx.TimeoutException):
+        return Failure(f"the model server sent nothing for {timeout_seconds:g} s")
+    return Failure(f"the model server's answer broke off: {failed or type(failed).__name__}")
+
+
+async def _lines(response: httpx.Response, longest: int) -> AsyncIterator[bytes]:
+    """The lines of a streamed body, none of which may be much longer than an answer may."""
+    rest = b""
+    async for piece in response.aiter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.strip():
+                yield line
+        if len(rest) > 8 * longest:
+            raise Failure("the model server sent a line without an end")
+    if rest.strip():
+        yield rest
+
+
+def _message(line: bytes) -> dict[str, Any]:
+    try:
+        message = json.loads(line)
+    except ValueError as failed:
+        raise Failure("the model server sent something that is not JSON") from failed
+    if not isinstance(message, dict):
+        raise Failure("the model server sent JSON that is no object")
+    return message
+
+
+def _completion(text: str, last: dict[str, Any], prompt: str) -> Completion:
+    prompt_tokens = _count(last, "prompt_eval_count")
+    completion_tokens = _count(last, "eval_count")
+    if not text.strip():
+        raise Failure("the model's answer is empty", prompt_tokens, completion_tokens)
+    return Completion(text, prompt_tokens, completion_tokens, _was_cut(prompt, prompt_tokens))
+
+
+def _count(message: dict[str, Any], name: str) -> int:
+    count = message.get(name, 0)
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count < 2**31:
+        raise Failure(f"the model server sent {name} = {str(count)[:40]!r}, which is no count")
+    return count
+
+
+def _was_cut(prompt: str, prompt_tokens: int) -> bool:
+    """Whether the server read far less than was sent; a count of 0 tells nothing (cached)."""
+    sent_bytes = len(prompt.encode())
+    if sent_bytes < SHORTEST_PROMPT_JUDGED_BYTES or prompt_tokens == 0:
+        return False
+    return prompt_tokens < sent_bytes * FEWEST_TOKENS_PER_BYTE
+
+
+async def _refusal(response: httpx.Response, model: str) -> Outage | Failure | Permanent:
+    """What an answer other than 200 means."""
+    status = response.status_code
+    said = f"the model server answered {status}: {await _error_of(response)}"
+    if status in (401, 403):
+        return Outage(f"{said}; check the key of the model server")
+    if status in (429, 502, 503):
+        return Outage(said, _retry_after_seconds(response))
+    if status == 404:
+        return Permanent(f"{said}; if the model is missing, run: ollama pull {model}")
+    if status == 400:
+        return Permanent(f"{said}; change the prompt or the model's settings")
+    return Failure(said)
+
+
+async def _error_of(response: httpx.Response) -> str:
+    body = b""
+    async for piece in response.aiter_bytes():
+        body += piece
+        if len(body) > LONGEST_ERROR_READ_BYTES:
+            break
+    text = body[:LONGEST_ERROR_READ_BYTES].decode(errors="replace")
+    try:
+        return str(json.loads(text)["error"])
+    except (ValueError, KeyError, TypeError):
+        return text.strip() or "no reason given"
+
+
+def _retry_after_seconds(response: httpx.Response) -> float | None:
+    value = response.headers.get("Retry-After", "")
+    return float(value) if value.isascii() and value.isdigit() else None

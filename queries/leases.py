@@ -1,0 +1,402 @@
+"""Who owns a task: claim, heartbeat, settle, reap.
+
+Every write after a claim says `task_id, lease_token, status = 'RUNNING'`, so that a worker whose
+lease was taken over changes nothing. Each public function is one transaction.
+
+Lock order: rows in ascending task_id; claim, heartbeat and reaper take only rows that nobody
+holds (SKIP LOCKED), so only a settle ever waits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any, Literal
+
+from config import Retry
+from db import Connection, Row, fetch
+
+Verdict = Literal["succeeded", "failure", "permanent", "deadline", "released", "outage"]
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The right to write to one task: its number and the token of one claim."""
+
+    task_id: int
+    token: str
+
+
+@dataclass(frozen=True)
+class ClaimedTask:
+    """A task as its worker gets it."""
+
+    lease: Lease
+    kind: str
+    payload: Mapping[str, Any]
+    requested_route: str
+    timeout_seconds: float | None
+    attempt: int
+    delivery_count: int
+    retry_count: int
+
+    @property
+    def task_id(self) -> int:
+        return self.lease.task_id
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What one look at the queue brought."""
+
+    tasks: list[ClaimedTask]
+    depth: int  # due PENDING tasks left, counted up to the limit that was asked for
+    next_due_seconds: float | None  # until the next delayed task is due; None: there is none
+    last_tenant: str | None  # the last that was looked at; None: nothing is due
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one attempt. `verdict` is the worker's; what becomes of the task is SQL's."""
+
+    verdict: Verdict
+    result: Mapping[str, Any] | None = None
+    error: str | None = None
+    route: str | None = None
+    model: str | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost: Decimal | None = None
+    truncated: bool = False
+    delay_seconds: float = 0  # of an outage: when to look again
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What became of a task: its new status, the reason, and when it can run again."""
+
+    task_id: int
+    status: str
+    reason: str
+    attempt: int
+    retry_count: int
+    delivery_count: int
+    delay_seconds: float
+    error: str | None
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The answer to a heartbeat."""
+
+    lost: set[int] = field(default_factory=set)  # another worker may own these now
+    cancelled: set[int] = field(default_factory=set)  # somebody asked to stop these
+
+
+# PENDING tasks whose available_at has come are marked due: the claim's index holds only due
+# rows, so a million delayed ones do not stand in its way.
+MARK_DUE = """
+UPDATE tasks SET due = true
+WHERE task_id IN (
+    SELECT task_id FROM tasks
+    WHERE status = 'PENDING' AND NOT due AND available_at <= (SELECT current_instant())
+    ORDER BY available_at
+    LIMIT %(sweep_limit)s
+    FOR NO KEY UPDATE SKIP LOCKED);
+"""
+
+# PENDING -> RUNNING (claimed), with a fresh token. Fair between tenants: each of those that have
+# something due gives an equal share of the batch, and the scan starts after the tenant that was
+# last served. `depth` is what is due besides this batch, counted only as far as it matters.
+CLAIM_TASKS = """
+WITH visited AS MATERIALIZED (
+    SELECT place, tenant FROM due_tenants(%(after_tenant)s, %(slots)s)
+),
+share AS (
+    SELECT ceil(%(slots)s / greatest(count(*), 1)::numeric)::bigint AS size FROM visited
+),
+locked AS (
+    SELECT candidate.task_id
+    FROM (SELECT tenant FROM visited ORDER BY place) AS visited
+    CROSS JOIN LATERAL (
+        SELECT t.task_id FROM tasks t
+        WHERE t.due AND t.tenant = visited.tenant
+        ORDER BY t.priority DESC, t.task_id
+        LIMIT (SELECT size FROM share)
+        FOR NO KEY UPDATE SKIP LOCKED) AS candidate
+    LIMIT %(slots)s
+),
+claimed AS (
+    UPDATE tasks t
+    SET status = 'RUNNING', reason = 'claimed', due = false,
+        lease_token = gen_random_uuid(),
+        lease_expires_at = current_instant() + make_interval(secs => %(lease_seconds)s),
+        worker = %(worker)s, started_at = current_instant(), updated_at = current_instant(),
+        attempt = attempt + 1, delivery_count = delivery_count + 1
+    FROM locked
+    WHERE t.task_id = locked.task_id AND t.status = 'PENDING' AND t.due
+    RETURNING t.task_id, t.lease_token::text, t.tenant, t.priority, t.kind, t.payload,
+              t.requested_route, t.timeout_seconds, t.attempt, t.delivery_count, t.retry_count
+)
+SELECT
+    coalesce((SELECT jsonb_agg(to_jsonb(claimed) ORDER BY priority DESC, task_id) FROM claimed),
+             '[]') AS tasks,
+    (SELECT tenant FROM visited ORDER BY place DESC LIMIT 1) AS last_tenant,
+    greatest(0, (SELECT count(*) FROM (SELECT FROM tasks WHERE due LIMIT %(depth_limit)s) AS d)
+                - (SELECT count(*) FROM claimed)) AS depth,
+    (SELECT extract(epoch FROM min(available_at) - current_instant())::double precision
+     FROM tasks WHERE status = 'PENDING' AND NOT due) AS next_due_seconds
+"""
+
+
+def claim_tasks(
+    conn: Connection,
+    worker: str,
+    slots: int,
+    lease_seconds: float,
+    depth_wanted: int,
+    after_tenant: str = "",
+) -> Claim:
+    """Lease up to `slots` due tasks to `worker`, and tell how much more is due.
+
+    `depth_wanted` is the depth up to which the count has to be exact; `after_tenant` the last
+    tenant of the claim before.
+    """
+    values = {
+        "worker": worker,
+        "slots": slots,
+        "lease_seconds": lease_seconds,
+        "depth_limit": depth_wanted + slots + 1,
+        "sweep_limit": 1000,
+        "after_tenant": after_tenant,
+    }
+    row = fetch(conn, MARK_DUE + CLAIM_TASKS, values)[0]
+    tasks = [_claimed(task) for task in row["tasks"]]
+    return Claim(tasks, row["depth"], row["next_due_seconds"], row["last_tenant"])
+
+
+def _claimed(row: Row) -> ClaimedTask:
+    return ClaimedTask(
+        lease=Lease(row["task_id"], row["lease_token"]),
+        kind=row["kind"],
+        payload=row["payload"],
+        requested_route=row["requested_route"],
+        timeout_seconds=row["timeout_seconds"],
+        attempt=row["attempt"],
+        delivery_count=row["delivery_count"],
+        retry_count=row["retry_count"],
+    )
+
+
+# Renews the leases that are still ours. A row that a settle of the same process holds is not
+# waited for: its token, read without a lock, says whether it is ours.
+RENEW_LEASES = """
+WITH ours AS (
+    SELECT * FROM jsonb_to_recordset(%(leases)s::jsonb) AS l(task_id bigint, token uuid)
+),
+free AS (
+    SELECT t.task_id, t.lease_token
+    FROM tasks t JOIN ours ON t.task_id = ours.task_id AND t.lease_token = ours.token
+    WHERE t.status = 'RUNNING'
+    ORDER BY t.task_id
+    FOR NO KEY UPDATE OF t SKIP LOCKED
+),
+renewed AS (
+    UPDATE tasks t
+    SET lease_expires_at = current_instant() + make_interval(secs => %(lease_seconds)s)
+    FROM free
+    WHERE t.task_id = free.task_id AND t.status = 'RUNNING' AND t.lease_token = free.lease_token
+)
+SELECT t.task_id, t.cancel_requested
+FROM tasks t JOIN ours ON t.task_id = ours.task_id AND t.lease_token = ours.token
+WHERE t.status = 'RUNNING'
+"""
+
+
+def renew_leases(conn: Connection, leases: Sequence[Lease], lease_seconds: float) -> Beat:
+    """Renew all leases of a process in one statement; tell which are lost, which cancelled."""
+    values = {"leases": json.dumps([vars(lease) for lease in leases])}
+    rows = fetch(conn, RENEW_LEASES, {**values, "lease_seconds": lease_seconds})
+    return Beat(
+        lost={lease.task_id for lease in leases} - {row["task_id"] for row in rows},
+        cancelled={row["task_id"] for row in rows if row["cancel_requested"]},
+    )
+
+
+# RUNNING -> wherever the outcome leads, for the holder of the lease only. The verdict becomes a
+# reason (a task that is to be cancelled ends so whatever came of it), and `transitions` says
+# which status that reason leads to. Tokens and money add up over the attempts.
+SETTLE_TASKS = """
+WITH outcome AS (
+    SELECT * FROM jsonb_to_recordset(%(outcomes)s::jsonb) AS o(
+        task_id bigint, token uuid, verdict text, result jsonb, error text, route text,
+        model text, prompt_tokens bigint, completion_tokens bigint, cost numeric,
+        truncated boolean, delay_seconds double precision)
+),
+held AS (
+    SELECT t.task_id, t.lease_token, t.cancel_requested, t.retry_count,
+           coalesce(t.max_retry, %(max_retry)s) AS max_retry
+    FROM tasks t JOIN outcome o ON t.task_id = o.task_id AND t.lease_token = o.token
+    WHERE t.status = 'RUNNING'
+    ORDER BY t.task_id
+    FOR NO KEY UPDATE OF t
+),
+judged AS (
+    SELECT held.lease_token, o.*,
+           CASE
+               WHEN held.cancel_requested THEN 'cancelled'
+               WHEN o.verdict <> 'failure' THEN o.verdict
+               WHEN held.retry_count + 1 >= held.max_retry THEN 'max_retry'
+               ELSE 'retry'
+           END AS new_reason,
+           CASE
+               WHEN o.verdict = 'failure'
+               THEN least(%(max_delay_seconds)s, power(2, least(held.retry_count + 1, 60)))
+               ELSE o.delay_seconds
+           END AS wait_seconds
+    FROM held JOIN outcome o USING (task_id)
+),
+decided AS (
+    SELECT judged.*, transitions.to_status
+    FROM judged JOIN transitions
+        ON transitions.from_status = 'RUNNING' AND transitions.reason = judged.new_reason
+),
+moment AS (SELECT current_instant() AS at)
+UPDATE tasks t
+SET status = d.to_status,
+    reason = d.new_reason,
+    result = CASE WHEN d.to_status = 'SUCCEEDED' THEN d.result END,
+    last_error = CASE WHEN d.to_status <> 'SUCCEEDED' THEN coalesce(d.error, t.last_error) END,
+    route = coalesce(d.route, t.route),
+    model = coalesce(d.model, t.model),
+    prompt_tokens = t.prompt_tokens + d.prompt_tokens,
+    completion_tokens = t.completion_tokens + d.completion_tokens,
+    cost = CASE WHEN d.cost IS NULL THEN t.cost ELSE coalesce(t.cost, 0) + d.cost END,
+    truncated = d.truncated,
+    retry_count = t.retry_count + (d.verdict IN ('failure', 'permanent', 'deadline'))::int,
+    delivery_count = t.delivery_count - (d.new_reason IN ('released', 'outage'))::int,
+    duration_seconds = extract(epoch FROM moment.at - t.started_at),
+    lease_token = NULL,
+    lease_expires_at = NULL,
+    cancel_requested = t.cancel_requested AND d.to_status = 'CANCELLED',
+    due = d.to_status = 'PENDING' AND d.wait_seconds = 0,
+    available_at = CASE
+        WHEN d.to_status = 'PENDING' THEN moment.at + make_interval(secs => d.wait_seconds)
+        ELSE t.available_at END,
+    updated_at = moment.at,
+    finished_at = CASE WHEN d.to_status NOT IN ('PENDING', 'AWAITING_APPROVAL') THEN moment.at END
+FROM decided d CROSS JOIN moment
+WHERE t.task_id = d.task_id AND t.status = 'RUNNING' AND t.lease_token = d.lease_token
+RETURNING t.task_id, t.status::text, t.reason, t.attempt, t.retry_count, t.delivery_count,
+          greatest(0, extract(epoch FROM t.available_at - t.updated_at))::double precision
+              AS delay_seconds,
+          t.last_error AS error
+"""
+
+
+def settle_tasks(
+    conn: Connection, outcomes: Sequence[tuple[Lease, Outcome]], retry: Retry
+) -> list[Settled]:
+    """Write what came of each leased task; a task missing from the answer was no longer ours."""
+    rows = fetch(
+        conn,
+        SETTLE_TASKS,
+        {
+            "outcomes": json.dumps([_as_row(*pair) for pair in outcomes], ensure_ascii=False),
+            "max_retry": retry.max_retry,
+            "max_delay_seconds": retry.max_delay_seconds,
+        },
+    )
+    return [Settled(**row) for row in rows]
+
+
+def _as_row(lease: Lease, outcome: Outcome) -> Row:
+    cost = None if outcome.cost is None else str(outcome.cost)
+    return {**vars(outcome), **vars(lease), "cost": cost}
+
+
+# RUNNING -> PENDING (reaped), FAILED (max_delivery) or CANCELLED, where the lease has run out.
+# What comes back is spread over a few seconds, so that tasks that went down with one process
+# do not meet again in the next.
+REAP_TASKS = """
+WITH expired AS (
+    SELECT task_id, lease_token
+    FROM tasks
+    WHERE status = 'RUNNING' AND lease_expires_at < current_instant()
+      AND task_id > %(after)s AND (%(only)s::bigint IS NULL OR task_id = %(only)s)
+    ORDER BY task_id
+    LIMIT %(sweep_limit)s
+    FOR NO KEY UPDATE SKIP LOCKED
+),
+judged AS (
+    SELECT t.task_id, t.lease_token,
+           CASE
+               WHEN t.cancel_requested THEN 'cancelled'
+               WHEN t.delivery_count - t.retry_count >= %(max_delivery)s THEN 'max_delivery'
+               ELSE 'reaped'
+           END AS new_reason,
+           random() * %(spread_seconds)s AS wait_seconds
+    FROM expired JOIN tasks t USING (task_id)
+),
+decided AS (
+    SELECT judged.*, transitions.to_status
+    FROM judged JOIN transitions
+        ON transitions.from_status = 'RUNNING' AND transitions.reason = judged.new_reason
+),
+moment AS (SELECT current_instant() AS at)
+UPDATE tasks t
+SET status = d.to_status,
+    reason = d.new_reason,
+    last_error = CASE
+        WHEN d.new_reason = 'max_delivery' THEN format(
+            'handed out %%s times and each time the worker was lost; the last was %%s',
+            t.delivery_count - t.retry_count, t.worker)
+        ELSE t.last_error END,
+    reclaim_count = t.reclaim_count + 1,
+    lease_token = NULL,
+    lease_expires_at = NULL,
+    due = d.to_status = 'PENDING' AND d.wait_seconds = 0,
+    available_at = CASE
+        WHEN d.to_status = 'PENDING' THEN moment.at + make_interval(secs => d.wait_seconds)
+        ELSE t.available_at END,
+    updated_at = moment.at,
+    finished_at = CASE WHEN d.to_status <> 'PENDING' THEN moment.at END
+FROM decided d CROSS JOIN moment
+WHERE t.task_id = d.task_id AND t.status = 'RUNNING' AND t.lease_token = d.lease_token
+RETURNING t.task_id, t.status::text, t.reason, t.attempt, t.retry_count, t.delivery_count,
+          greatest(0, extract(epoch FROM t.available_at - t.updated_at))::double precision
+              AS delay_seconds,
+          t.last_error AS error
+"""
+
+
+def reap_tasks(
+    conn: Connection, retry: Retry, spread_seconds: float, after: int = 0, only: int | None = None
+) -> list[Settled]:
+    """Take back up to 500 tasks whose lease has run out, numbers above `after`, lowest first."""
+    rows = fetch(
+        conn,
+        REAP_TASKS,
+        {
+            "max_delivery": retry.max_delivery,
+            "spread_seconds": spread_seconds,
+            "sweep_limit": 500,
+            "after": after,
+            "only": only,
+        },
+    )
+    return [Settled(**row) for row in rows]
+
+
+HAS_WORK = """
+SELECT EXISTS (SELECT FROM tasks WHERE due)
+    OR EXISTS (SELECT FROM tasks WHERE status = 'PENDING' AND NOT due)
+    OR EXISTS (SELECT FROM tasks WHERE status = 'RUNNING') AS has_work
+"""
+
+
+def has_work(conn: Connection) -> bool:
+    """Whether anything is PENDING (delayed included) or RUNNING, of any worker."""
+    return bool(fetch(conn, HAS_WORK)[0]["has_work"])

@@ -1,0 +1,117 @@
+"""The database's schema: install it into an empty database, compare it, migrate an older one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import psycopg2.extras
+
+from config import ROOT
+from db import Connection, fetch, transaction
+from errors import SchemaOutdated
+
+SCHEMA = ROOT / "schema.sql"
+MIGRATIONS = ROOT / "migrations"
+
+# One process at a time installs or migrates; the others wait here and then find it done.
+TAKE_TURN = "SELECT pg_advisory_xact_lock(hashtext('orchestrator schema'))"
+
+READ_STATE = """
+SELECT
+    to_regclass('schema_version') IS NOT NULL AS is_installed,
+    NOT EXISTS (
+        SELECT FROM pg_class
+        WHERE relnamespace = current_schema()::regnamespace AND relkind IN ('r', 'p', 'v', 'm')
+    ) AS is_empty
+"""
+
+READ_VERSION = "SELECT max(version) AS version FROM schema_version"
+
+
+def wanted_version() -> int:
+    """The version that schema.sql installs, as its last INSERT INTO schema_version says."""
+    found = re.findall(r"INSERT INTO schema_version \(version\) VALUES \((\d+)\)", _text(SCHEMA))
+    return int(found[-1])
+
+
+def ensure_schema(conn: Connection) -> None:
+    """Install the schema if the database is empty; SchemaOutdated if it is not the wanted one."""
+    version = _install_if_allowed(conn, only_when_empty=True)
+    wanted = wanted_version()
+    if version is None:
+        raise SchemaOutdated(
+            "this database holds other tables but none of the orchestrator's; "
+            "to install it beside them run: python admin.py migrate"
+        )
+    if version < wanted:
+        raise SchemaOutdated(
+            f"the database's schema is version {version}, this program needs {wanted}; "
+            "run: python admin.py migrate"
+        )
+    if version > wanted:
+        raise SchemaOutdated(
+            f"the database's schema is version {version}, newer than this program's {wanted}; "
+            "update this program"
+        )
+
+
+def migrate(conn: Connection, migrations: Path = MIGRATIONS) -> list[int]:
+    """Bring the database to the wanted version and return the versions it went through.
+
+    Each step is one transaction: a step that fails leaves the version before it.
+    """
+    before = _read_version(conn)
+    if before is None:
+        _install_if_allowed(conn, only_when_empty=False)
+        return [wanted_version()]
+    done = []
+    for version, file in _numbered(migrations):
+        with transaction(conn) as cursor:
+            cursor.execute(TAKE_TURN)
+            if _version(cursor) == version - 1:
+                cursor.execute(_text(file))
+                cursor.execute("INSERT INTO schema_version (version) VALUES (%s)", (version,))
+                done.append(version)
+    return done
+
+
+def ensure_audit_partitions(conn: Connection) -> int:
+    """Make the audit log's partitions of this month and the next two; how many were missing."""
+    return int(fetch(conn, "SELECT ensure_audit_partitions() AS made")[0]["made"])
+
+
+def _install_if_allowed(conn: Connection, only_when_empty: bool) -> int | None:
+    """The version of the installed schema, after installing it where that is allowed."""
+    if (version := _read_version(conn)) is not None:
+        return version
+    with transaction(conn) as cursor:
+        cursor.execute(TAKE_TURN)
+        cursor.execute(READ_STATE)
+        (state,) = cursor.fetchall()
+        if not state["is_installed"]:
+            if only_when_empty and not state["is_empty"]:
+                return None
+            cursor.execute(_text(SCHEMA))
+        return _version(cursor)
+
+
+def _read_version(conn: Connection) -> int | None:
+    if not fetch(conn, READ_STATE)[0]["is_installed"]:
+        return None
+    return int(fetch(conn, READ_VERSION)[0]["version"])
+
+
+def _version(cursor: psycopg2.extras.RealDictCursor) -> int:
+    cursor.execute(READ_VERSION)
+    (row,) = cursor.fetchall()
+    return int(row["version"])
+
+
+def _numbered(folder: Path) -> list[tuple[int, Path]]:
+    """The steps in order: 0002_add_x.sql leads from version 1 to version 2."""
+    return sorted((int(file.name.split("_")[0]), file) for file in folder.glob("[0-9]*_*.sql"))
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8")
