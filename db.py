@@ -92,6 +92,7 @@ def connect(url: str, settings: DatabaseSettings, application: str) -> Connectio
             url,
             connection_factory=Configured,
             application_name=application,
+            client_encoding="utf8",
             keepalives_idle=10,
             keepalives_interval=3,
             keepalives_count=3,
@@ -357,13 +358,16 @@ LIMIT 1
 """
 
 LARGEST_ID = 2**63 - 1
+LONGEST_REFERENCE = 64  # a name has no more characters; int() refuses thousands of digits
 
 
 def get_task(conn: Connection, tenant: str, reference: str) -> Row:
     """The tenant's task of that number or name; NotFound otherwise."""
+    if len(reference) > LONGEST_REFERENCE or "\0" in reference:
+        raise NotFound()
     number = int(reference) if reference.isascii() and reference.isdigit() else None
     name = reference if number is None else None
-    if (number is not None and number > LARGEST_ID) or "\0" in reference:
+    if number is not None and number > LARGEST_ID:
         raise NotFound()
     rows = fetch(conn, GET_TASK, {"tenant": tenant, "number": number, "name": name})
     if not rows:

