@@ -33,6 +33,10 @@ class SchemaOutdated(OrchestratorError):
 class RequestRefused(OrchestratorError):
     """The request cannot be carried out."""
 
+    def __init__(self, message: str | None = None, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field  # the one to blame
+
 
 class NotFound(RequestRefused):
     """not found"""

@@ -18,6 +18,7 @@ from fastapi.concurrency import run_in_threadpool
 
 import db
 from api import health
+from api.bodies import BodyLimit
 from api.changes import Changes
 from api.database import Database
 from api.models import (
@@ -63,11 +64,8 @@ def create_app(settings: Settings | None = None) -> FastAPI:
         finally:
             await run_in_threadpool(close_services, services)
 
-    app = FastAPI(
-        title="Agent Orchestrator",
-        lifespan=lifespan,
-        max_body_size=settings.limits.max_body_bytes,
-    )
+    app = FastAPI(title="Agent Orchestrator", lifespan=lifespan)
+    app.add_middleware(BodyLimit, max_bytes=settings.limits.max_body_bytes)
     handle_problems(app)
     app.include_router(health.router)
     app.include_router(router)
@@ -115,7 +113,7 @@ async def get_task(
     """A task by number or name. With `wait`, answers when it is final or the time is over."""
     longest = services.settings.limits.max_wait_seconds
     if wait > longest:
-        raise RequestRefused(f"wait is at most {longest:g} seconds (limits.max_wait_seconds)")
+        raise RequestRefused(f"at most {longest:.15g} seconds (limits.max_wait_seconds)", "wait")
     deadline = time.monotonic() + wait
     row = await read_task(services, tenant, task_id)
     with services.changes.of_task(row["task_id"]) as changed:
@@ -141,16 +139,16 @@ def check_sizes(body: PromptTask, limits: Limits) -> None:
     """Raise TooLarge or RequestRefused where config.toml's limits are exceeded."""
     if len(body.prompt.encode()) > limits.max_prompt_bytes:
         raise TooLarge(
-            f"prompt: it is longer than limits.max_prompt_bytes ({limits.max_prompt_bytes} bytes)"
+            f"it is longer than limits.max_prompt_bytes ({limits.max_prompt_bytes} bytes)", "prompt"
         )
     if body.metadata is not None and json_bytes(body.metadata) > limits.max_metadata_bytes:
         raise TooLarge(
-            f"metadata: it is larger than limits.max_metadata_bytes "
-            f"({limits.max_metadata_bytes} bytes)"
+            f"it is larger than limits.max_metadata_bytes ({limits.max_metadata_bytes} bytes)",
+            "metadata",
         )
     if body.delay_seconds > limits.max_delay_seconds:
         raise RequestRefused(
-            f"delay_seconds: at most {limits.max_delay_seconds:g} (limits.max_delay_seconds)"
+            f"at most {limits.max_delay_seconds:.15g} (limits.max_delay_seconds)", "delay_seconds"
         )
 
 

@@ -19,13 +19,19 @@ back, exit 0. A second one hands them back at once.
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":
+    # Until main() listens, Ctrl-C simply ends the process. As a KeyboardInterrupt in the middle
+    # of an import it can be swallowed there (seen: 7 of 120), and the worker would start.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import contextlib
 import logging
 import os
 import random
 import select
-import signal
 import socket
 import sys
 import threading
@@ -53,6 +59,8 @@ REAPED_SPREAD_SECONDS = 3.0
 SETTLE_BATCH = 100
 LONGEST_RECONNECT_PAUSE_SECONDS = 5.0
 PARTITIONS_EVERY_SECONDS = 3600.0
+# After the grace period, so long the worker tries to write that it hands its tasks back.
+HAND_BACK_SECONDS = 5.0
 
 
 def decide_route(
@@ -64,9 +72,10 @@ def decide_route(
     wait. `routing` defaults to this process's settings.
     """
     limits = routing or current_config().routing
-    prompt = payload.get("prompt") or ""
+    prompt = payload.get("prompt")
+    length = len(prompt) if isinstance(prompt, str) else 0
     depth = (metrics.get("by_status") or {}).get("PENDING") or 0
-    if len(prompt) > limits.prompt_threshold or depth > limits.pending_threshold:
+    if length > limits.prompt_threshold or depth > limits.pending_threshold:
         return "cloud"
     return "local"
 
@@ -216,6 +225,8 @@ class Worker:
             self.settle(conn)
             self.reap(conn)
             self.claim_and_start(conn)
+            until_reap = max(self._next_reap - time.monotonic(), 0)
+            self._sleep_seconds = min(self._sleep_seconds, until_reap)
         except DatabaseUnavailable as away:
             say(logger, logging.WARNING, f"No work for now: {away}.", "database_away")
             self._disconnect()
@@ -293,13 +304,12 @@ class Worker:
 
     def _sleep(self) -> None:
         """Until a wake-up, a notification, or the end of the time that run_once allowed."""
-        limit = min(self._sleep_seconds, max(self._next_reap - time.monotonic(), 0))
         listener = self._listener
         poller = select.poll()
         poller.register(self._wake_out.fileno(), select.POLLIN)
         if listener is not None:
             poller.register(listener.fileno(), select.POLLIN)
-        poller.poll(limit * 1000)
+        poller.poll(self._sleep_seconds * 1000)
         with contextlib.suppress(BlockingIOError):
             while self._wake_out.recv(4096):
                 pass
@@ -323,7 +333,7 @@ class Worker:
             overdue = self.stop_signals > 1 or time.monotonic() >= deadline
             if overdue and not handed_back:
                 handed_back = True
-                deadline = time.monotonic() + self.settings.worker.grace_seconds
+                deadline = time.monotonic() + HAND_BACK_SECONDS
                 for lease in self.held.leases():
                     self.runner.stop(lease)
             elif overdue and time.monotonic() >= deadline:

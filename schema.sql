@@ -355,15 +355,16 @@ BEGIN
     -- A heartbeat, or an update of no row, changes no state and stops here.
     SELECT array_agg(n.task_id ORDER BY n.task_id) INTO changed
     FROM new_tasks n JOIN old_tasks o USING (task_id)
-    WHERE n.status <> o.status OR n.lease_token IS DISTINCT FROM o.lease_token
-       OR n.due AND NOT o.due;
+    WHERE n.status <> o.status OR n.reason <> o.reason
+       OR n.lease_token IS DISTINCT FROM o.lease_token OR n.due AND NOT o.due;
     IF changed IS NULL THEN
         RETURN NULL;
     END IF;
 
     SELECT n.task_id, o.status AS old_status, n.status AS new_status, n.reason INTO illegal
     FROM new_tasks n JOIN old_tasks o USING (task_id)
-    WHERE (n.status <> o.status OR n.lease_token IS DISTINCT FROM o.lease_token)
+    WHERE (n.status <> o.status OR n.reason <> o.reason
+           OR n.lease_token IS DISTINCT FROM o.lease_token)
       AND NOT EXISTS (
         SELECT FROM transitions t
         WHERE t.from_status = o.status AND t.to_status = n.status AND t.reason = n.reason)

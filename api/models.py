@@ -14,6 +14,9 @@ from states import Status
 
 Route = Literal["local", "cloud"]
 
+# pydantic can write no more than about 250 levels into an answer.
+DEEPEST_JSON = 100
+
 
 def storable_text(text: str) -> str:
     """Refuse what a text column cannot hold."""
@@ -27,19 +30,25 @@ def storable_text(text: str) -> str:
 
 
 def storable_json(value: Any) -> Any:
-    """Refuse what a jsonb column cannot hold, at any depth."""
+    """Refuse what a jsonb column cannot hold, or an answer cannot show, at any depth."""
+    _look_into(value, depth=0)
+    return value
+
+
+def _look_into(value: Any, depth: int) -> None:
+    if depth > DEEPEST_JSON:
+        raise ValueError(f"it is nested deeper than {DEEPEST_JSON} levels")
     if isinstance(value, str):
         storable_text(value)
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError("NaN and Infinity are no JSON; use null")
     elif isinstance(value, dict):
         for key, item in value.items():
-            storable_json(key)
-            storable_json(item)
+            storable_text(key)
+            _look_into(item, depth + 1)
     elif isinstance(value, list):
         for item in value:
-            storable_json(item)
-    return value
+            _look_into(item, depth + 1)
 
 
 def not_blank(text: str) -> str:

@@ -23,6 +23,7 @@ from errors import (
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = "2"
+BODY_TOO_LARGE = "the body is larger than limits.max_body_bytes of config.toml"
 STATUS_OF: dict[type[OrchestratorError], int] = {
     NotFound: 404,
     TooLarge: 413,
@@ -50,6 +51,9 @@ async def _own(request: Request, error: OrchestratorError) -> JSONResponse:
     status = STATUS_OF.get(type(error), default)
     if status == 503:
         return problem(503, str(error), **{"Retry-After": RETRY_AFTER_SECONDS})
+    if isinstance(error, RequestRefused) and error.field is not None:
+        blame = {"field": error.field, "message": str(error)}
+        return problem(status, f"{error.field}: {error}", [blame])
     return problem(status, str(error))
 
 
@@ -79,7 +83,7 @@ async def _http(request: Request, error: HTTPException) -> JSONResponse:
     words = {
         404: "not found",
         405: f"{request.method} is not possible on {request.url.path}",
-        413: "the body is larger than limits.max_body_bytes of config.toml",
+        413: BODY_TOO_LARGE,
         400: "the body cannot be read; send one JSON object, not too deeply nested",
     }
     headers = dict(error.headers or {})

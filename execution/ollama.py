@@ -22,6 +22,7 @@ from execution.errors import Failure, Outage, Permanent
 FEWEST_TOKENS_PER_BYTE = 1 / 12
 SHORTEST_PROMPT_JUDGED_BYTES = 400
 LONGEST_ERROR_READ_BYTES = 4096
+LONGEST_RETRY_AFTER_SECONDS = 86_400.0  # a mistaken header parks no task for a century
 
 
 @dataclass(frozen=True)
@@ -113,16 +114,19 @@ def _broken_off(failed: httpx.HTTPError, timeout_seconds: float) -> Failure:
 
 async def _lines(response: httpx.Response, longest: int) -> AsyncIterator[bytes]:
     """The lines of a streamed body, none of which may be much longer than an answer may."""
-    rest = b""
+    rest = bytearray()
     async for piece in response.aiter_bytes():
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            if line.strip():
-                yield line
+        rest += piece
+        if b"\n" in piece:  # a line of many pieces is looked through once, not once a piece
+            *lines, unfinished = bytes(rest).split(b"\n")
+            rest = bytearray(unfinished)
+            for line in lines:
+                if line.strip():
+                    yield line
         if len(rest) > 8 * longest:
             raise Failure("the model server sent a line without an end")
     if rest.strip():
-        yield rest
+        yield bytes(rest)
 
 
 def _message(line: bytes) -> dict[str, Any]:
@@ -188,4 +192,6 @@ async def _error_of(response: httpx.Response) -> str:
 
 def _retry_after_seconds(response: httpx.Response) -> float | None:
     value = response.headers.get("Retry-After", "")
-    return float(value) if value.isascii() and value.isdigit() else None
+    if not (value.isascii() and value.isdigit()):
+        return None
+    return min(float(value), LONGEST_RETRY_AFTER_SECONDS)

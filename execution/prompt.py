@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from config import Settings
-from execution.errors import Failure
+from execution.errors import Failure, Permanent
 from execution.ollama import OllamaClient
-from execution.text import storable
+from execution.text import error_text, storable
 from queries.leases import ClaimedTask, Outcome
 
 
@@ -14,13 +14,16 @@ async def run_prompt(
 ) -> Outcome:
     """Ask the model; raises the errors of execution/errors.py, Failure without usage excepted."""
     model = settings.models.of_route(route)
+    prompt = task.payload.get("prompt")
+    if not isinstance(prompt, str):
+        raise Permanent("its payload has no text under `prompt`; submit it anew with one")
     try:
-        answer = await client.complete(model, task.payload["prompt"])
+        answer = await client.complete(model, prompt)
     except Failure as failed:
         cost = settings.cost.of_call(route, failed.prompt_tokens, failed.completion_tokens)
         return Outcome(
             "failure",
-            error=str(failed),
+            error=error_text(failed, settings.limits.max_error_bytes),
             route=route,
             model=model,
             prompt_tokens=failed.prompt_tokens,

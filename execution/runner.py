@@ -68,7 +68,8 @@ class Runner:
 
     def _cancel(self, lease: Lease) -> None:
         if (running := self._running.get(lease)) is not None:
-            running.cancel()
+            # After its first step: a coroutine cancelled before that never runs, nor reports.
+            self._loop.call_soon(running.cancel)
 
     async def _run(self, task: ClaimedTask, route: str) -> None:
         seconds = task.timeout_seconds or self._settings.worker.task_timeout_seconds
@@ -90,7 +91,8 @@ class Runner:
             return await self._handler(task, route)
         except Outage as ended:
             delay = ended.retry_after_seconds or self._settings.worker.reap_seconds
-            return Outcome("outage", error=error_text(ended, max_bytes), delay_seconds=delay)
+            text = error_text(ended, max_bytes)
+            return Outcome("outage", error=text, route=route, delay_seconds=delay)
         except Permanent as ended:
             return Outcome("permanent", error=error_text(ended, max_bytes), route=route)
         except Failure as ended:

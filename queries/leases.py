@@ -181,7 +181,7 @@ def _claimed(row: Row) -> ClaimedTask:
     return ClaimedTask(
         lease=Lease(row["task_id"], row["lease_token"]),
         kind=row["kind"],
-        payload=row["payload"],
+        payload=row["payload"] if isinstance(row["payload"], dict) else {},
         requested_route=row["requested_route"],
         timeout_seconds=row["timeout_seconds"],
         attempt=row["attempt"],
@@ -256,7 +256,7 @@ judged AS (
                THEN least(%(max_delay_seconds)s, power(2, least(held.retry_count + 1, 60)))
                ELSE o.delay_seconds
            END AS wait_seconds
-    FROM held JOIN outcome o USING (task_id)
+    FROM held JOIN outcome o ON o.task_id = held.task_id AND o.token = held.lease_token
 ),
 decided AS (
     SELECT judged.*, transitions.to_status

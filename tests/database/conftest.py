@@ -1,0 +1,51 @@
+"""One database per module, emptied before each test: a new one costs half a second each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import db
+from db import Connection
+from tests.conftest import administrator, fresh_database, settings_for
+
+
+@pytest.fixture(scope="module")
+def module_database(server_url: str) -> Iterator[str]:
+    with fresh_database(server_url) as url:
+        yield url
+
+
+@pytest.fixture
+def database_url(module_database: str) -> str:
+    """No task in it. Numbers go on, so no audit row of another test is about a task of ours."""
+    with administrator(module_database) as cursor:
+        cursor.execute("TRUNCATE tasks")
+    return module_database
+
+
+@pytest.fixture
+def own_database(server_url: str) -> Iterator[str]:
+    """For a test that changes more than rows of tasks."""
+    with fresh_database(server_url) as url:
+        yield url
+
+
+@pytest.fixture
+def own_connect(own_database: str) -> Iterator[Callable[[], Connection]]:
+    """Opens connections to it that are closed after the test."""
+    opened: list[Connection] = []
+
+    def open_one() -> Connection:
+        opened.append(db.connect(own_database, settings_for(own_database).database, "test"))
+        return opened[-1]
+
+    yield open_one
+    for conn in opened:
+        conn.close()
+
+
+@pytest.fixture
+def own_conn(own_connect: Callable[[], Connection]) -> Connection:
+    return own_connect()

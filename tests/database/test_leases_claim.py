@@ -1,0 +1,217 @@
+"""queries/leases.py, claim_tasks: who gets what, in which order, and how much is left."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+import db
+from db import Connection
+from tests.support import rows
+from tests.support.rows import claim, row, set_clock, submit
+
+BASE = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def numbers(found: rows.Claim) -> list[int]:
+    return [task.task_id for task in found.tasks]
+
+
+def test_the_oldest_task_goes_first(conn: Connection) -> None:
+    tasks = [submit(conn) for _ in range(3)]
+    assert [numbers(claim(conn)) for _ in range(4)] == [[task] for task in tasks] + [[]]
+
+
+def test_a_higher_priority_goes_before_a_lower_number(conn: Connection) -> None:
+    low, high, highest, also_high = (submit(conn, priority=p) for p in (0, 5, 9, 5))
+    assert numbers(claim(conn, 3)) == [highest, high, also_high]
+    assert numbers(claim(conn, 3)) == [low]
+
+
+@pytest.mark.parametrize("tenants", [1, 2, 3, 7])
+@pytest.mark.parametrize("slots", [1, 2, 3, 4, 5])
+def test_never_more_tasks_are_claimed_than_slots_are_free(
+    conn: Connection, slots: int, tenants: int
+) -> None:
+    for number in range(20):
+        submit(conn, tenant=f"t{number % tenants}")
+    found = claim(conn, slots)
+    assert len(found.tasks) == slots
+    running = db.metrics(conn)["by_status"]
+    assert running == {"RUNNING": slots, "PENDING": 20 - slots}
+
+
+def test_a_claimed_task_is_running_with_a_lease_and_its_counters_have_gone_up(
+    conn: Connection,
+) -> None:
+    task_id = submit(conn, timeout_seconds=7, requested_route="cloud", payload={"prompt": "p"})
+    set_clock(conn, "2026-01-01T00:00:00Z")
+    sql_now = "UPDATE tasks SET available_at = current_instant()"
+    rows.sql(conn, sql_now)
+    (task,) = claim(conn, worker="host-1", lease_seconds=45).tasks
+    seen = row(conn, task_id)
+    assert (seen["status"], seen["reason"], seen["worker"]) == ("RUNNING", "claimed", "host-1")
+    assert seen["lease_token"] == task.lease.token
+    assert seen["lease_expires_at"] == BASE + timedelta(seconds=45)
+    assert seen["started_at"] == BASE
+    assert not seen["due"]
+    assert (seen["attempt"], seen["delivery_count"], seen["retry_count"]) == (1, 1, 0)
+    assert (task.attempt, task.delivery_count, task.retry_count) == (1, 1, 0)
+    assert (task.kind, task.payload, task.requested_route) == ("prompt", {"prompt": "p"}, "cloud")
+    assert task.timeout_seconds == 7
+
+
+def test_every_claim_takes_a_token_that_no_claim_had_before(conn: Connection) -> None:
+    task_id = submit(conn)
+    tokens = set()
+    for _ in range(20):
+        task = rows.claim_only(conn, task_id)
+        tokens.add(task.lease.token)
+        rows.settle(conn, task.lease, "released")
+    assert len(tokens) == 20
+    assert row(conn, task_id)["attempt"] == 20
+
+
+# --- what is not yet due ---------------------------------------------------------------------
+
+
+def test_a_delayed_task_is_handed_out_at_its_time_and_not_before(conn: Connection) -> None:
+    set_clock(conn, BASE.isoformat())
+    task_id = submit(conn, delay_seconds=60)
+    early = claim(conn)
+    assert (early.tasks, early.depth, early.next_due_seconds) == ([], 0, 60)
+    set_clock(conn, (BASE + timedelta(seconds=45)).isoformat())
+    assert claim(conn).next_due_seconds == 15
+    set_clock(conn, (BASE + timedelta(seconds=60)).isoformat())
+    on_time = claim(conn)
+    assert (numbers(on_time), on_time.next_due_seconds) == ([task_id], None)
+
+
+def test_a_delayed_task_of_a_high_priority_does_not_stand_in_the_way(conn: Connection) -> None:
+    for _ in range(5):
+        submit(conn, priority=9, delay_seconds=3600)
+    due = submit(conn)
+    found = claim(conn, 4)
+    assert numbers(found) == [due]
+    assert found.next_due_seconds == pytest.approx(3600, abs=60)
+
+
+def test_what_became_due_competes_by_priority_with_what_was_due(conn: Connection) -> None:
+    submit(conn)
+    urgent = submit(conn, priority=1, delay_seconds=3600)
+    rows.make_due(conn, urgent)
+    assert numbers(claim(conn)) == [urgent]
+
+
+# --- depth -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("due", "slots", "depth"), [(0, 2, 0), (2, 2, 0), (3, 2, 1), (7, 2, 5)])
+def test_the_depth_counts_due_tasks_without_the_batch_itself(
+    conn: Connection, due: int, slots: int, depth: int
+) -> None:
+    for _ in range(due):
+        submit(conn)
+    submit(conn, delay_seconds=3600)
+    assert claim(conn, slots, depth_wanted=5).depth == depth
+
+
+def test_the_depth_is_counted_only_as_far_as_it_matters(conn: Connection) -> None:
+    for _ in range(30):
+        submit(conn)
+    assert claim(conn, 2, depth_wanted=5).depth == 6  # more than 5; how many more, nobody asks
+
+
+def test_running_and_final_tasks_are_no_depth(conn: Connection) -> None:
+    for status in ("RUNNING", "SUCCEEDED", "FAILED", "CANCELLED", "BLOCKED"):
+        rows.bring_to(conn, status)
+    assert claim(conn).depth == 0
+
+
+# --- tenants ---------------------------------------------------------------------------------
+
+
+def test_each_tenant_with_due_tasks_gets_an_equal_share_of_the_batch(conn: Connection) -> None:
+    tenant_of = {submit(conn, tenant="big"): "big" for _ in range(50)}
+    tenant_of |= {submit(conn, tenant="small"): "small" for _ in range(50)}
+    shares = Counter(tenant_of[task] for task in numbers(claim(conn, 10)))
+    assert shares == {"big": 5, "small": 5}
+
+
+def test_a_tenant_with_many_tasks_does_not_starve_one_with_few(conn: Connection) -> None:
+    for _ in range(50):
+        submit(conn, tenant="big", priority=9)
+    small = submit(conn, tenant="small")
+    after, served = "", []
+    for _ in range(2):
+        found = claim(conn, 1, after_tenant=after)
+        after = found.last_tenant or ""
+        served += numbers(found)
+    assert small in served
+
+
+def test_a_worker_with_one_slot_goes_round_the_tenants(conn: Connection) -> None:
+    tenants = ("a", "b", "c")
+    tenant_of = {submit(conn, tenant=t): t for t in tenants for _ in range(3)}
+    after, served = "", ""
+    for _ in range(9):
+        found = claim(conn, 1, after_tenant=after)
+        after = found.last_tenant or ""
+        served += tenant_of[numbers(found)[0]]
+    assert served == "abcabcabc"
+    assert claim(conn, 1, after_tenant=after).last_tenant is None
+
+
+def test_priority_orders_the_tasks_of_one_tenant_and_not_the_tenants(conn: Connection) -> None:
+    submit(conn, tenant="b", priority=9)
+    first = submit(conn, tenant="a", priority=0)
+    second = submit(conn, tenant="a", priority=1)
+    assert numbers(claim(conn, 1)) == [second]
+    assert numbers(claim(conn, 1)) == [first]
+
+
+# --- many at once ----------------------------------------------------------------------------
+
+
+def test_a_row_that_somebody_holds_is_left_out_and_not_waited_for(
+    conn: Connection, connect: Callable[[], Connection]
+) -> None:
+    held, free = submit(conn), submit(conn)
+    conn.lock_timeout_seconds = 0.5
+    with db.transaction(connect()) as cursor:
+        cursor.execute("SELECT FROM tasks WHERE task_id = %s FOR UPDATE", (held,))
+        assert numbers(claim(conn, 2)) == [free]
+    assert numbers(claim(conn, 2)) == [held]
+
+
+def test_workers_that_claim_at_once_never_get_the_same_task(
+    conn: Connection, connect: Callable[[], Connection]
+) -> None:
+    workers, tasks = 6, 300
+    for number in range(tasks):
+        submit(conn, tenant=f"t{number % 3}", priority=number % 2)
+    conns = [connect() for _ in range(workers)]
+    together = threading.Barrier(workers)
+
+    def work(number: int) -> list[int]:
+        together.wait()
+        got: list[int] = []
+        for slots in itertools.cycle((1, 3, 7)):
+            found = claim(conns[number], slots, f"w{number}")
+            got += numbers(found)
+            if not found.tasks and not found.depth:
+                return got
+        raise AssertionError
+
+    with ThreadPoolExecutor(workers) as pool:
+        shares = list(pool.map(work, range(workers)))
+    claimed = [task for share in shares for task in share]
+    assert len(claimed) == len(set(claimed)) == tasks
+    assert rows.sql(conn, "SELECT max(attempt) AS most FROM tasks") == [{"most": 1}]
+    assert len([share for share in shares if share]) > 1

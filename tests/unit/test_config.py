@@ -1,0 +1,299 @@
+"""config.py: what settings a process accepts, what it refuses, and what it says about it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path
+
+import psycopg2.extensions
+import pytest
+import tomli
+from pydantic import ValidationError
+
+from config import ROOT, ConfigError, Section, Settings, load_config
+
+SHIPPED = ROOT / "config.toml"
+Load = Callable[..., Settings]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    """load(toml, dotenv="…", DB_PASSWORD="…"): the settings of such files and environment."""
+
+    def load_from(toml: str = "", dotenv: str | None = None, **environ: str) -> Settings:
+        file = tmp_path / "other.toml"
+        file.write_text(toml, encoding="utf-8")
+        if dotenv is not None:
+            (tmp_path / ".env").write_text(dotenv, encoding="utf-8")
+        return load_config(environ={"ORCHESTRATOR_CONFIG": str(file), **environ})
+
+    return load_from
+
+
+REFUSED = {
+    "a text where a whole number belongs": (
+        '[retry]\nmax_retry = "3"', "retry.max_retry", "integer"),
+    "a truth value where a whole number belongs": (
+        "[retry]\nmax_retry = true", "retry.max_retry", "integer"),
+    "a fraction where a whole number belongs": (
+        "[routing]\nprompt_threshold = 1.5", "routing.prompt_threshold", "integer"),
+    "a text where seconds belong": (
+        '[worker]\nlease_seconds = "30"', "worker.lease_seconds", "without quotes"),
+    "a truth value where seconds belong": (
+        "[worker]\nreap_seconds = true", "worker.reap_seconds", "number"),
+    "endless seconds": (
+        "[worker]\nlease_seconds = inf", "worker.lease_seconds", "finite"),
+    "no seconds": ("[worker]\npoll_seconds = 0", "worker.poll_seconds", "greater than 0"),
+    "negative seconds": (
+        "[ollama]\ntimeout_seconds = -1", "ollama.timeout_seconds", "greater than 0"),
+    "a number where a text belongs": ("[models]\nlocal = 3", "models.local", "string"),
+    "an empty text": ('[models]\ncloud = ""', "models.cloud", "at least 1 character"),
+    "an address that is none": ('[ollama]\nurl = "ftp://x"', "ollama.url", "https?"),
+    "a price that is no number": (
+        '[cost]\nlocal_per_token = "abc"', "cost.local_per_token", "decimal"),
+    "a negative price": (
+        '[cost]\ncloud_per_token = "-0.1"', "cost.cloud_per_token", "greater than or equal to 0"),
+    "a price that is not a number at all": (
+        "[cost]\ncloud_per_token = nan", "cost.cloud_per_token", "finite"),
+    "an unknown key": ("[retry]\nretries = 3", "retry.retries", "not a known setting"),
+    "an unknown key of a good section": (
+        '[database]\ndatabase_url = "x"', "database.database_url", "not a known setting"),
+    "an unknown section": ("[retires]\nmax = 3", "retires", "not a known setting"),
+    "a value where a section belongs": ("retry = 3", "retry", "3"),
+    "a negative limit": (
+        "[limits]\nmax_prompt_bytes = -1", "limits.max_prompt_bytes", "greater than or equal to 1"),
+    "a negative threshold": (
+        "[routing]\npending_threshold = -1", "routing.pending_threshold", "equal to 0"),
+    "zero where it is at least one": (
+        "[worker]\nconcurrency = 0", "worker.concurrency", "greater than or equal to 1"),
+    "zero retries": ("[retry]\nmax_retry = 0", "retry.max_retry", "greater than or equal to 1"),
+    "a lease under three heartbeats": (
+        "[worker]\nlease_seconds = 29.999", "lease_seconds", "under three heartbeats"),
+    "a heartbeat over a third of the lease": (
+        "[worker]\nheartbeat_seconds = 11", "lease_seconds", "33 or more"),
+    "the database's address": (
+        'database_url = "postgresql://x"', "database_url", "environment"),
+    "the listener's address": (
+        'database_listen_url = "postgresql://x"', "database_listen_url", "environment"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("toml", "key", "why"), REFUSED.values(), ids=REFUSED.keys())
+def test_a_setting_that_cannot_be_meant_is_refused_with_file_key_and_reason(
+    load: Load, toml: str, key: str, why: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(toml)
+    message = str(refused.value)
+    assert "other.toml: " in message
+    assert re.search(rf"(^|[ :]){re.escape(key)}\b", message), message
+    assert why in message
+
+
+def test_every_wrong_key_is_named_and_not_just_the_first(load: Load) -> None:
+    with pytest.raises(ConfigError, match=r"retry\.max_retry.*worker\.concurrency"):
+        load("[retry]\nmax_retry = 0\n[worker]\nconcurrency = 0")
+
+
+@pytest.mark.parametrize("text", ["[retry", "retry: 3", "a = 1\na = 2"])
+def test_a_file_that_is_not_toml_is_refused_with_its_name(load: Load, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"other\.toml: is not TOML: .*\(at "):
+        load(text)
+
+
+def test_a_file_that_is_not_utf_8_is_refused_with_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "latin.toml"
+    file.write_bytes(b'[models]\nlocal = "\xff"')
+    with pytest.raises(ConfigError, match=r"latin\.toml: cannot be read"):
+        load_config(file, {})
+
+
+def test_a_file_that_orchestrator_config_names_has_to_exist(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.toml"
+    with pytest.raises(ConfigError, match=r"missing\.toml: cannot be read: .*No such file"):
+        load_config(environ={"ORCHESTRATOR_CONFIG": str(missing)})
+
+
+# --- accepted --------------------------------------------------------------------------------
+
+
+def test_a_lease_of_exactly_three_heartbeats_is_accepted(load: Load) -> None:
+    worker = load("[worker]\nlease_seconds = 3\nheartbeat_seconds = 1").worker
+    assert (worker.lease_seconds, worker.heartbeat_seconds) == (3, 1)
+
+
+@pytest.mark.parametrize("written", ['"0.00001"', "0.00001", "1e-5", '"1e-5"'])
+def test_a_price_is_exact_with_and_without_quotes(load: Load, written: str) -> None:
+    cost = load(f"[cost]\nlocal_per_token = {written}").cost
+    assert cost.local_per_token == Decimal("0.00001")
+    assert cost.of_call("local", 0, 3) == Decimal("0.00003")
+
+
+@pytest.mark.parametrize(
+    "written", ['"0.1000000000000000055511151231257827"', "0.1234567890123456789"]
+)
+def test_a_price_keeps_more_digits_than_a_binary_fraction_has(load: Load, written: str) -> None:
+    assert load(f"[cost]\ncloud_per_token = {written}").cost.cloud_per_token == Decimal(
+        written.strip('"')
+    )
+
+
+@pytest.mark.parametrize("written", ["1", '"1"', "0", '"0"'])
+def test_a_price_may_be_a_whole_number(load: Load, written: str) -> None:
+    assert load(f"[cost]\nlocal_per_token = {written}").cost.local_per_token == int(
+        written.strip('"')
+    )
+
+
+def test_a_call_costs_its_prompt_and_its_completion_at_the_rates_of_its_route(load: Load) -> None:
+    cost = load('[cost]\nlocal_prompt_per_token = "0.5"\ncloud_prompt_per_token = 0.25').cost
+    assert cost.of_call("local", 3, 7) == Decimal("1.50007")
+    assert cost.of_call("cloud", 3, 7) == Decimal("0.7507")
+
+
+def test_whole_seconds_and_fractions_of_seconds_are_both_numbers(load: Load) -> None:
+    worker = load("[worker]\npoll_seconds = 2\nreap_seconds = 0.25").worker
+    assert (worker.poll_seconds, worker.reap_seconds) == (2.0, 0.25)
+
+
+# --- who goes before whom --------------------------------------------------------------------
+
+ADDRESSES = '[ollama]\nurl = "http://toml:1"'
+
+
+def test_a_key_that_nobody_sets_has_its_default(load: Load) -> None:
+    assert load().ollama.url == "http://localhost:11434"
+
+
+def test_the_file_goes_before_the_default(load: Load) -> None:
+    assert load(ADDRESSES).ollama.url == "http://toml:1"
+
+
+def test_dotenv_goes_before_the_file(load: Load) -> None:
+    assert load(ADDRESSES, "OLLAMA_URL=http://dotenv:2").ollama.url == "http://dotenv:2"
+
+
+def test_the_environment_goes_before_dotenv(load: Load) -> None:
+    settings = load(ADDRESSES, "OLLAMA_URL=http://dotenv:2", OLLAMA_URL="http://env:3")
+    assert settings.ollama.url == "http://env:3"
+
+
+def test_an_address_from_the_environment_leaves_the_rest_of_its_section(load: Load) -> None:
+    settings = load("[ollama]\nnum_ctx = 7", OLLAMA_URL="http://env:3")
+    assert (settings.ollama.num_ctx, settings.ollama.url) == (7, "http://env:3")
+
+
+def test_the_databases_address_comes_from_dotenv_and_the_environment_goes_before_it(
+    load: Load,
+) -> None:
+    assert load("", "DATABASE_URL=postgresql://dotenv/a").database_url == "postgresql://dotenv/a"
+    settings = load("", "DATABASE_URL=postgresql://dotenv/a", DATABASE_URL="postgresql://env/b")
+    assert settings.database_url == "postgresql://env/b"
+
+
+def test_the_listener_uses_the_databases_address_unless_it_has_its_own(load: Load) -> None:
+    assert load(DATABASE_URL="postgresql://p/x").database_listen_url == "postgresql://p/x"
+    settings = load(DATABASE_URL="postgresql://p/x", DATABASE_LISTEN_URL="postgresql://d/x")
+    assert settings.database_listen_url == "postgresql://d/x"
+    assert settings.database_url == "postgresql://p/x"
+
+
+def test_without_an_address_the_database_is_the_local_one_with_the_password_devpass(
+    load: Load,
+) -> None:
+    assert load().database_url == "postgresql://postgres:devpass@localhost:5432/orchestrator"
+
+
+@pytest.mark.parametrize("password", ["p@ss:w/rd?#%", "a b+c", "ü€", "$HOME", "'quoted'"])
+def test_a_password_of_any_characters_arrives_at_the_driver_as_it_is(
+    load: Load, password: str
+) -> None:
+    url = load(DB_PASSWORD=password).database_url
+    parsed = psycopg2.extensions.parse_dsn(url)
+    assert parsed["password"] == password
+    assert (parsed["host"], parsed["dbname"]) == ("localhost", "orchestrator")
+
+
+def test_dotenv_expands_nothing_in_a_password(load: Load) -> None:
+    url = load("", "DB_PASSWORD='a${HOME}b'", HOME="/root").database_url
+    assert psycopg2.extensions.parse_dsn(url)["password"] == "a${HOME}b"
+
+
+def test_settings_cannot_be_changed_once_they_are_read(load: Load) -> None:
+    settings = load()
+    with pytest.raises(ValidationError, match="frozen"):
+        settings.retry.max_retry = 5  # type: ignore[misc]
+
+
+# --- the shipped file ------------------------------------------------------------------------
+
+
+def sections() -> dict[str, type[Section]]:
+    fields = Settings.model_fields.items()
+    return {
+        name: field.annotation
+        for name, field in fields
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+    }
+
+
+@pytest.mark.parametrize("name", sections())
+def test_the_shipped_file_names_every_setting_with_its_built_in_default(
+    tmp_path: Path, name: str
+) -> None:
+    written = tomli.loads(SHIPPED.read_text(encoding="utf-8"))[name]
+    assert list(written) == list(sections()[name].model_fields)
+    copy = tmp_path / "config.toml"  # beside the shipped one there may be an .env
+    copy.write_bytes(SHIPPED.read_bytes())
+    assert getattr(load_config(copy, {}), name) == sections()[name]()
+
+
+def test_the_shipped_file_has_no_section_besides_those() -> None:
+    assert set(tomli.loads(SHIPPED.read_text(encoding="utf-8"))) == set(sections())
+
+
+def test_every_key_of_the_shipped_file_has_a_comment() -> None:
+    keys = [
+        line
+        for line in SHIPPED.read_text(encoding="utf-8").splitlines()
+        if "=" in line and line[0] not in "#["
+    ]
+    assert len(keys) == sum(len(section.model_fields) for section in sections().values())
+    assert [key for key in keys if not re.search(r"\s#\s\S+", key)] == []
+
+
+# --- processes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "command", [["scheduler.py"], ["-c", "import main"]], ids=["worker", "api"]
+)
+@pytest.mark.parametrize(
+    ("toml", "says"),
+    [
+        ("[worker]\nlease_seconds = 10", "under three heartbeats"),
+        ("[retry]\nretries = 3", "retry.retries is not a known setting"),
+        (None, "cannot be read"),
+    ],
+    ids=["short lease", "unknown key", "no file"],
+)
+def test_a_process_does_not_start_on_bad_settings_and_says_which_key_and_why(
+    tmp_path: Path, command: list[str], toml: str | None, says: str
+) -> None:
+    file = tmp_path / "other.toml"
+    if toml is not None:
+        file.write_text(toml)
+    ended = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT, env={"ORCHESTRATOR_CONFIG": str(file)},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    assert "other.toml: " in ended.stderr
+    assert says in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert ended.stdout == ""

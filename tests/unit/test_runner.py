@@ -1,0 +1,93 @@
+"""execution/runner.py: how a call ends, and the verdict that follows. No database."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from execution.runner import Finished, Runner
+from queries.leases import ClaimedTask, Lease, Outcome
+from tests.conftest import settings_for
+from tests.support import fake_ollama
+from tests.support.fake_ollama import Behaviour, FakeOllama
+from tests.support.processes import eventually, free_port
+
+SETTINGS = settings_for("postgresql://nobody@nowhere/none", ollama={"timeout_seconds": 0.5})
+TOKEN = "00000000-0000-4000-8000-000000000000"
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeOllama]:
+    with FakeOllama() as server:
+        yield server
+
+
+def run(url: str, route: str = "local", timeout_seconds: float | None = None) -> Outcome:
+    """What comes of one prompt."""
+    ollama = {**SETTINGS.ollama.model_dump(), "url": url}
+    runner = Runner(
+        SETTINGS.model_copy(update={"ollama": type(SETTINGS.ollama)(**ollama)}), lambda: None
+    )
+    lease = Lease(1, TOKEN)
+    task = ClaimedTask(lease, "prompt", {"prompt": "Hello"}, "auto", timeout_seconds, 1, 1, 0)
+    runner.open()
+    try:
+        runner.start(task, route)
+        finished: list[Finished] = eventually(runner.take_finished, 20)
+    finally:
+        runner.close()
+        runner._loop.close()  # a worker's process ends here; this one goes on
+    ((of_lease, outcome),) = finished
+    assert of_lease == lease
+    return outcome
+
+
+ENDINGS: dict[str, tuple[Behaviour, str, str]] = {
+    "502": (fake_ollama.status(502), "outage", "502"),
+    "503": (fake_ollama.status(503), "outage", "503"),
+    "429": (fake_ollama.status(429), "outage", "429"),
+    "still loading": (fake_ollama.loading(), "outage", "loading"),
+    "401": (fake_ollama.status(401), "outage", "key"),
+    "403": (fake_ollama.status(403), "outage", "key"),
+    "500": (fake_ollama.status(500, "it broke"), "failure", "it broke"),
+    "a broken stream": (fake_ollama.cut(), "failure", "broke off"),
+    "no done": (fake_ollama.no_done(), "failure", "done"),
+    "garbage": (fake_ollama.garbage(), "failure", "not JSON"),
+    "an error in the middle": (fake_ollama.mid_stream_error(), "failure", "the runner has died"),
+    "an empty answer": (fake_ollama.empty(), "failure", "empty"),
+    "400": (fake_ollama.status(400, "bad options"), "permanent", "bad options"),
+    "404": (fake_ollama.status(404, "model not found"), "permanent", "ollama pull"),
+    "an answer": (fake_ollama.answer("Hi."), "succeeded", ""),
+}
+
+
+@pytest.mark.parametrize(("behaviour", "verdict", "says"), ENDINGS.values(), ids=ENDINGS.keys())
+def test_how_a_call_ends_decides_what_becomes_of_its_task(
+    fake: FakeOllama, behaviour: Behaviour, verdict: str, says: str
+) -> None:
+    fake.on("Hello", behaviour)
+    outcome = run(fake.url)
+    assert outcome.verdict == verdict
+    assert outcome.route == "local"  # GET shows it: waiting_for "backend local"
+    assert says in (outcome.error or "")
+    assert (outcome.error is None) == (verdict == "succeeded")
+
+
+def test_a_server_that_cannot_be_reached_is_an_outage_of_its_route() -> None:
+    outcome = run(f"http://127.0.0.1:{free_port()}", "cloud")
+    assert (outcome.verdict, outcome.route) == ("outage", "cloud")
+    assert "cannot connect" in (outcome.error or "")
+    assert outcome.delay_seconds > 0
+
+
+def test_a_server_that_says_when_to_come_back_is_obeyed(fake: FakeOllama) -> None:
+    fake.on("Hello", fake_ollama.status(503, headers={"Retry-After": "17"}))
+    assert run(fake.url).delay_seconds == 17
+
+
+def test_a_task_that_runs_longer_than_it_may_ends_of_its_deadline(fake: FakeOllama) -> None:
+    fake.on("Hello", fake_ollama.slow(20))
+    outcome = run(fake.url, timeout_seconds=0.2)
+    assert (outcome.verdict, outcome.route) == ("deadline", "local")
+    assert "0.2 s" in (outcome.error or "")
