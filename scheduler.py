@@ -277,6 +277,10 @@ class Worker:
             self.settings.routing.pending_threshold,
             self._last_tenant,
         )
+        claimed = {task.task_id for task in claim.tasks}
+        for lease in self.held.leases():
+            if lease.task_id in claimed:  # it was taken back, and is now ours by another token
+                self.lose(lease)
         self.held.add(claim.tasks)
         self._last_tenant = claim.last_tenant or ""
         metrics = {"by_status": {"PENDING": claim.depth}}
