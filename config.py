@@ -12,12 +12,23 @@ from collections.abc import Mapping
 from decimal import Decimal
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 import tomli
 from dotenv import dotenv_values
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from psycopg2 import ProgrammingError
+from psycopg2.extensions import parse_dsn
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    StrictBool,
+    ValidationError,
+    model_validator,
+)
 
 ROOT = Path(__file__).resolve().parent
 
@@ -34,6 +45,7 @@ def _number(value: object) -> object:
 
 Seconds = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
 Money = Annotated[Decimal, Field(ge=0, allow_inf_nan=False)]
+HttpUrl = Annotated[str, Field(strict=True, pattern=r"^https?://[^\s/]+")]
 Name = Annotated[str, Field(strict=True, min_length=1)]
 
 
@@ -56,6 +68,13 @@ class Retry(Section):
 class Routing(Section):
     prompt_threshold: Count = 100
     pending_threshold: Count = 5
+    fallback: StrictBool = False
+    local_max_in_flight: Count = 0
+    cloud_max_in_flight: Count = 0
+
+    def max_in_flight(self, route: str) -> int:
+        """The most calls at once on `route`, of all workers; 0: no limit."""
+        return self.cloud_max_in_flight if route == "cloud" else self.local_max_in_flight
 
 
 class Models(Section):
@@ -83,11 +102,16 @@ class Cost(Section):
 
 
 class Ollama(Section):
-    url: Annotated[str, Field(strict=True, pattern=r"^https?://[^\s/]+")] = "http://localhost:11434"
+    url: HttpUrl = "http://localhost:11434"
+    cloud_url: HttpUrl | Literal[""] = ""
     timeout_seconds: Seconds = 60
     connect_timeout_seconds: Seconds = 5
     num_ctx: AtLeastOne = 4096
     num_predict: AtLeastOne = 1024
+
+    def url_of_route(self, route: str) -> str:
+        """The server behind `route`."""
+        return self.cloud_url if route == "cloud" and self.cloud_url else self.url
 
 
 class WorkerSettings(Section):
@@ -119,6 +143,7 @@ class Limits(Section):
     max_error_bytes: AtLeastOne = 8 * 1024
     max_wait_seconds: Seconds = 60
     max_delay_seconds: Seconds = 31_536_000
+    max_batch_tasks: AtLeastOne = 1000
 
 
 class DatabaseSettings(Section):
@@ -142,6 +167,7 @@ class Settings(Section):
     database: DatabaseSettings = DatabaseSettings()
     database_url: Name
     database_listen_url: Name
+    ollama_api_key: SecretStr | None = None
 
 
 def load_config(path: Path | None = None, environ: Mapping[str, str] | None = None) -> Settings:
@@ -154,16 +180,23 @@ def load_config(path: Path | None = None, environ: Mapping[str, str] | None = No
     file = Path(path or given.get("ORCHESTRATOR_CONFIG") or ROOT / "config.toml")
     env = {**_read_dotenv(file.parent / ".env"), **given}
     sections = _read_toml(file, must_exist=file != ROOT / "config.toml")
-    for key in ("database_url", "database_listen_url"):
+    for key in ("database_url", "database_listen_url", "ollama_api_key"):
         if key in sections:
             raise ConfigError(f"{file}: {key} belongs in the environment or in .env, not here")
     if env.get("OLLAMA_URL"):
         sections["ollama"] = {**_table(file, sections, "ollama"), "url": env["OLLAMA_URL"]}
     url = env.get("DATABASE_URL") or _default_database_url(env.get("DB_PASSWORD") or "devpass")
     listen_url = env.get("DATABASE_LISTEN_URL") or url
+    for address in (url, listen_url):
+        _check_database_url(address)
     try:
         return Settings.model_validate(
-            {**sections, "database_url": url, "database_listen_url": listen_url}
+            {
+                **sections,
+                "database_url": url,
+                "database_listen_url": listen_url,
+                "ollama_api_key": env.get("OLLAMA_API_KEY") or None,
+            }
         )
     except ValidationError as refused:
         raise ConfigError(f"{file}: {_in_plain_words(refused)}") from refused
@@ -197,6 +230,14 @@ def _table(file: Path, sections: dict[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise ConfigError(f"{file}: {name} is to be a table, [{name}]")
     return table
+
+
+def _check_database_url(url: str) -> None:
+    try:
+        parse_dsn(url)
+    except ProgrammingError as refused:
+        reason = str(refused).strip()
+        raise ConfigError(f"DATABASE_URL is no address of a database: {reason}") from refused
 
 
 def _default_database_url(password: str) -> str:

@@ -6,7 +6,9 @@ OrchestratorError
 ├── RequestRefused         the caller asked for something that is not to be had (4xx)
 │   ├── NotFound
 │   ├── TooLarge
-│   └── KeyReused
+│   ├── FieldRefused       one field is to blame, and named
+│   ├── KeyReused
+│   └── StateConflict      the task is not in a state that allows it
 └── LeaseLost              another worker owns the task; whatever was computed is void
 
 A class's docstring is its default message.
@@ -46,8 +48,19 @@ class TooLarge(RequestRefused):
     """The request is too large."""
 
 
+class FieldRefused(RequestRefused):
+    """A field of the request cannot be accepted."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message, field)
+
+
 class KeyReused(RequestRefused):
     """This Idempotency-Key came with another body before; use a new key for a new task."""
+
+
+class StateConflict(RequestRefused):
+    """The task is not in a state that allows this."""
 
 
 class LeaseLost(OrchestratorError):

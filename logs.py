@@ -3,8 +3,9 @@
     12:00:01 INFO  Claimed task 7. action=claimed task_id=7 worker=host-12 attempt=1
 
 Actions of a task: claimed, succeeded, retry, released, outage, reaped, cancelled, max_retry,
-max_delivery, permanent, deadline, lease_lost. Of a process: started, stopping, stopped,
-database_away, database_back. Prompts, answers and secrets are never logged.
+max_delivery, permanent, deadline, lease_lost. Of a route: route_paused, route_open. Of a
+process: started, stopping, stopped, database_away, alone. Prompts, answers and secrets are never
+logged.
 """
 
 from __future__ import annotations

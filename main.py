@@ -17,39 +17,30 @@ from fastapi import APIRouter, FastAPI, Header, Query, Response
 from fastapi.concurrency import run_in_threadpool
 
 import db
-from api import health
+from api import events, figures, health, lists, operations
 from api.bodies import BodyLimit
 from api.changes import Changes
 from api.database import Database
-from api.models import (
-    Metrics,
-    Problem,
-    PromptTask,
-    Task,
-    TaskCreated,
-    json_bytes,
-    task_view,
-)
+from api.feeds import Feeds
+from api.models import Metrics, Problem, PromptTask, Task, TaskStatus, task_view
 from api.problems import handle_problems
+from api.requests import IdempotencyKey, idempotency, mark_replay, new_task, refused_fields
 from api.services import ApiServices, Services
 from api.submission import SubmitWriter
 from api.tenants import Tenant
-from config import ConfigError, Limits, Settings, load_config
-from errors import RequestRefused, TooLarge
+from config import ConfigError, Settings, load_config
+from errors import FieldRefused
 from states import Status
 
 # A waiting GET reads its task again after so long, whether or not it was told of a change.
 LONGEST_BLIND_WAIT_SECONDS = 2.0
 
+Accept = Annotated[str | None, Header()]
+
 router = APIRouter(
     tags=["tasks"],
     responses={status: {"model": Problem} for status in (400, 404, 413, 422, 503)},
 )
-
-IdempotencyKey = Annotated[
-    str | None,
-    Header(description="1-255 printable ASCII; the same key and body make one task only"),
-]
 
 
 def create_app(settings: Settings | None = None) -> FastAPI:
@@ -68,6 +59,10 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.add_middleware(BodyLimit, max_bytes=settings.limits.max_body_bytes)
     handle_problems(app)
     app.include_router(health.router)
+    app.include_router(figures.router)
+    app.include_router(operations.router)
+    app.include_router(lists.router)
+    app.include_router(events.router)
     app.include_router(router)
     return app
 
@@ -79,26 +74,14 @@ async def submit_task(
     services: Services,
     tenant: Tenant,
     idempotency_key: IdempotencyKey = None,
-) -> TaskCreated:
+) -> TaskStatus:
     """Submit a prompt. 201 once it is stored; 200 when its Idempotency-Key had stored it before."""
-    check_sizes(body, services.settings.limits)
-    task = db.NewTask(
-        tenant=tenant,
-        kind="prompt",
-        payload={"prompt": body.prompt},
-        metadata=body.metadata,
-        priority=body.priority,
-        delay_seconds=body.delay_seconds,
-        max_retry=body.max_retry,
-        timeout_seconds=body.timeout_seconds,
-        requested_route=body.route,
-        **idempotency("tasks", idempotency_key, body),
-    )
+    for refused in refused_fields(body, services.settings.limits):
+        raise refused
+    task = new_task(body, tenant, **idempotency("tasks", idempotency_key, body))
     submitted = await services.writer.submit(task)
-    if submitted.replayed:
-        response.status_code = 200
-        response.headers["Idempotency-Replayed"] = "true"
-    return TaskCreated(task_id=submitted.task_id, status=Status(submitted.status))
+    mark_replay(response, submitted)
+    return TaskStatus(task_id=submitted.task_id, status=Status(submitted.status))
 
 
 @router.get("/tasks/{task_id}")
@@ -113,7 +96,7 @@ async def get_task(
     """A task by number or name. With `wait`, answers when it is final or the time is over."""
     longest = services.settings.limits.max_wait_seconds
     if wait > longest:
-        raise RequestRefused(f"at most {longest:.15g} seconds (limits.max_wait_seconds)", "wait")
+        raise FieldRefused("wait", f"at most {longest:.15g} seconds (limits.max_wait_seconds)")
     deadline = time.monotonic() + wait
     row = await read_task(services, tenant, task_id)
     with services.changes.of_task(row["task_id"]) as changed:
@@ -126,44 +109,22 @@ async def get_task(
     return task_view(row)
 
 
-@router.get("/metrics")
-def get_metrics(services: Services, tenant: Tenant) -> Metrics:
-    """Aggregate figures over all tasks."""
+@router.get("/metrics", response_model=Metrics, responses=figures.AS_TEXT)
+def get_metrics(services: Services, tenant: Tenant, accept: Accept = None) -> Any:
+    """Aggregate figures over all tasks; in Prometheus' format when `Accept` prefers plain text."""
+    if figures.prefers_text(accept):
+        return figures.metrics_as_text(services)
     return Metrics(**services.database.run(db.metrics))
 
 
 # --- helpers of the routes above -------------------------------------------------------------
 
 
-def check_sizes(body: PromptTask, limits: Limits) -> None:
-    """Raise TooLarge or RequestRefused where config.toml's limits are exceeded."""
-    if len(body.prompt.encode()) > limits.max_prompt_bytes:
-        raise TooLarge(
-            f"it is longer than limits.max_prompt_bytes ({limits.max_prompt_bytes} bytes)", "prompt"
-        )
-    if body.metadata is not None and json_bytes(body.metadata) > limits.max_metadata_bytes:
-        raise TooLarge(
-            f"it is larger than limits.max_metadata_bytes ({limits.max_metadata_bytes} bytes)",
-            "metadata",
-        )
-    if body.delay_seconds > limits.max_delay_seconds:
-        raise RequestRefused(
-            f"at most {limits.max_delay_seconds:.15g} (limits.max_delay_seconds)", "delay_seconds"
-        )
-
-
-def idempotency(scope: str, key: str | None, body: PromptTask) -> dict[str, Any]:
-    """The three fields of a NewTask that make a repeated request find the first one's task."""
-    if key is None:
-        return {}
-    if not (1 <= len(key) <= 255 and key.isascii() and key.isprintable()):
-        raise RequestRefused("Idempotency-Key is to be 1 to 255 printable ASCII characters")
-    digest = db.canonical_hash(body.model_dump(mode="json"))
-    return {"idempotency_scope": scope, "idempotency_key": key, "request_hash": digest}
-
-
 async def read_task(services: ApiServices, tenant: str, task_id: str) -> db.Row:
-    return await run_in_threadpool(services.database.run, db.get_task, tenant, task_id)
+    present_seconds = services.settings.worker.lease_seconds
+    return await run_in_threadpool(
+        services.database.run, db.get_task, tenant, task_id, present_seconds
+    )
 
 
 async def wait_for(changed: asyncio.Event, seconds: float) -> None:
@@ -174,7 +135,10 @@ async def wait_for(changed: asyncio.Event, seconds: float) -> None:
 
 def open_services(settings: Settings) -> ApiServices:
     database = Database(settings)
-    services = ApiServices(settings, database, SubmitWriter(database), Changes(settings))
+    changes = Changes(settings)
+    services = ApiServices(
+        settings, database, SubmitWriter(database), changes, Feeds(database, changes)
+    )
     services.writer.open()
     services.changes.open()
     return services

@@ -10,7 +10,7 @@ The main thread owns the database connection that claims and settles, and goes r
 
 and then sleeps until a slot is free, a notification comes, something becomes due, or the poll is
 due: the poll is the truth, a notification only shortens the wait. The heartbeat thread has a
-connection of its own; it renews all leases of the process in one statement, starts before the
+connection of its own; it renews all leases of the process in one statement, begins before the
 first claim and ends after the last write.
 
 SIGTERM or SIGINT: stop claiming, let running tasks end for `worker.grace_seconds`, hand the rest
@@ -31,12 +31,12 @@ import contextlib
 import logging
 import os
 import random
-import select
+import re
 import socket
 import sys
-import threading
 import time
-from collections.abc import Iterable, Mapping
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -45,19 +45,32 @@ import psycopg2
 import db
 from config import ConfigError, Routing, Settings, current_config, load_config
 from errors import DatabaseUnavailable, SchemaOutdated
+from execution.routes import Routes
 from execution.runner import Finished, Runner
 from logs import say, set_up_logs
-from queries import leases
+from queries import claims, leases
 from queries.leases import ClaimedTask, Lease, Outcome, Settled
-from queries.schema import ensure_audit_partitions, ensure_schema
+from queries.schema import ensure_audit_partitions
+from queries.workers import forget_worker, report_worker
+from worker.doorbell import Doorbell
+from worker.heartbeat import Heartbeat
+from worker.held import Held
+from worker.link import Link
+from worker.sentences import log_claimed, log_lost, log_settled
+from worker.suspects import SuspectProcess
+from worker.tokens import TokenSender
 
 logger = logging.getLogger("scheduler")
 
-# Reaped tasks come back spread over so many seconds, so that tasks which went down with one
+# Reaped tasks come back spread over this share of a lease, so that tasks which went down with one
 # process do not all meet again in the next.
-REAPED_SPREAD_SECONDS = 3.0
+REAPED_SPREAD = 0.1
+GIVEN_BACK_SECONDS = 1.0
+FULL_ROUTE_POLL_SECONDS = 0.5
+SUSPECT_IDLE_SECONDS = 3.0
 SETTLE_BATCH = 100
-LONGEST_RECONNECT_PAUSE_SECONDS = 5.0
+SETTLE_BATCH_CHARACTERS = 16_000_000  # of answers; Postgres takes up to 256 MB in one statement
+NAME = re.compile(r"[A-Za-z0-9_.:-]{1,100}")
 PARTITIONS_EVERY_SECONDS = 3600.0
 # After the grace period, so long the worker tries to write that it hands its tasks back.
 HAND_BACK_SECONDS = 5.0
@@ -80,121 +93,29 @@ def decide_route(
     return "local"
 
 
-class Held:
-    """The leases this process holds, shared by the main thread and the heartbeat."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._tasks: dict[Lease, ClaimedTask] = {}
-        self._being_settled: set[Lease] = set()
-
-    def add(self, tasks: Iterable[ClaimedTask]) -> None:
-        with self._lock:
-            self._tasks.update((task.lease, task) for task in tasks)
-
-    def begin_settling(self, held: Iterable[Lease]) -> None:
-        """From here on the settle statement tells whether a lease is ours, not the heartbeat."""
-        with self._lock:
-            self._being_settled.update(held)
-
-    def drop_settled(self, lease: Lease) -> bool:
-        """Forget a lease whose outcome was written or refused; False if it was lost before."""
-        with self._lock:
-            self._being_settled.discard(lease)
-            return self._tasks.pop(lease, None) is not None
-
-    def drop_lost(self, lease: Lease) -> bool:
-        """Forget a lease that the heartbeat found gone; False if it is being settled."""
-        with self._lock:
-            if lease in self._being_settled:
-                return False
-            return self._tasks.pop(lease, None) is not None
-
-    def leases(self) -> list[Lease]:
-        with self._lock:
-            return list(self._tasks)
-
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-
-class Heartbeat(threading.Thread):
-    """Renews all leases of the process, every `heartbeat_seconds`, on its own connection.
-
-    1. takes the leases held now,
-    2. renews them in one statement,
-    3. stops the work of those that are lost or asked to be cancelled.
-
-    When Postgres is away it tries again each second: a lease may still be ours.
-    """
-
-    def __init__(self, worker: Worker) -> None:
-        super().__init__(name="heartbeat", daemon=True)
-        self._worker = worker
-        self._ended = threading.Event()
-        self._conn: db.Connection | None = None
-
-    def run(self) -> None:
-        pause = self._worker.settings.worker.heartbeat_seconds
-        while not self._ended.wait(pause):
-            try:
-                self.beat_once()
-                pause = self._worker.settings.worker.heartbeat_seconds
-            except Exception as failed:  # a heartbeat that dies costs every lease
-                say(logger, logging.WARNING, f"The heartbeat failed: {failed}.", "database_away")
-                self._disconnect()
-                pause = 1.0
-        self._disconnect()
-
-    def beat_once(self) -> None:
-        held = self._worker.held.leases()
-        if not held:
-            return
-        if self._conn is None or self._conn.closed:
-            self._conn = self._connect()
-        beat = leases.renew_leases(self._conn, held, self._worker.settings.worker.lease_seconds)
-        for lease in held:
-            if lease.task_id in beat.lost:
-                self._worker.lose(lease)
-            elif lease.task_id in beat.cancelled:
-                self._worker.runner.stop(lease)
-
-    def end(self) -> None:
-        self._ended.set()
-        self.join()
-
-    def _connect(self) -> db.Connection:
-        settings = self._worker.settings
-        # A beat that waits longer than this would come too late for the lease.
-        limit = settings.worker.lease_seconds / 4
-        conn = db.connect(settings.database_url, settings.database, f"{self._worker.name} beat")
-        conn.reply_timeout_seconds = min(limit, settings.database.reply_timeout_seconds)
-        conn.lock_timeout_seconds = min(limit, settings.database.lock_timeout_seconds)
-        return conn
-
-    def _disconnect(self) -> None:
-        if self._conn is not None:
-            self._conn.close()
-            self._conn = None
-
-
 class Worker:
     """One worker process's state. `run` goes round until it is stopped; see the module's text."""
 
-    def __init__(self, settings: Settings, name: str, concurrency: int) -> None:
+    def __init__(
+        self, settings: Settings, name: str, concurrency: int, alone: bool = False
+    ) -> None:
         self.settings = settings
         self.name = name
+        self.worker_id = uuid.uuid4()
         self.concurrency = concurrency
+        self.alone = alone
         self.held = Held()
-        self.runner = Runner(settings, self.wake)
+        self.routes = Routes(settings.routing, decide_route)
+        self._tokens = TokenSender(settings, name)
+        self._doorbell = Doorbell()
+        self.runner = Runner(settings, self.routes, self._doorbell.ring, self._pass_on)
+        self._heartbeat = Heartbeat(settings, name, self.held, self.runner.stop, self._report)
+        self._link = Link(settings, name, on_first_open=self._heartbeat.begin)
         self.stop_signals = 0
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._wake_in.setblocking(False)
-        self._wake_out.setblocking(False)
-        self._conn: db.Connection | None = None
-        self._listener: db.Connection | None = None
+        self._suspects = SuspectProcess(name, settings.worker.lease_seconds / 3)
         self._unsettled: list[Finished] = []
         self._last_tenant = ""
+        self._last_start = time.monotonic()
         self._next_reap = 0.0
         self._next_partitions = 0.0
         self._sleep_seconds = 0.0
@@ -203,8 +124,6 @@ class Worker:
 
     def run(self, drain: bool = False) -> None:
         """Go round until a stop signal comes or, with `drain`, until no work is left anywhere."""
-        heartbeat = Heartbeat(self)
-        heartbeat.start()
         self.runner.open()
         try:
             while not self.stop_signals and not (drain and self._is_drained()):
@@ -212,42 +131,47 @@ class Worker:
                 self._sleep()
             self._finish()
         finally:
-            # First the runner, then the heartbeat: a lease is renewed until its last write.
+            # First the work, then the heartbeat: a lease is renewed until its last write.
+            self._suspects.end()
             self.runner.close()
-            heartbeat.end()
-            self._disconnect()
+            self._heartbeat.end()
+            self._say_goodbye()
+            self._link.close()
 
     def run_once(self) -> None:
         """Settle, reap, claim, route, start; when Postgres is away, keep all and come back."""
         self._sleep_seconds = self._jittered(self.settings.worker.poll_seconds)
         try:
-            conn = self._connection()
+            conn = self._link.open()
             self.settle(conn)
             self.reap(conn)
             self.claim_and_start(conn)
+            self._link.ping_listener()
             until_reap = max(self._next_reap - time.monotonic(), 0)
             self._sleep_seconds = min(self._sleep_seconds, until_reap)
         except DatabaseUnavailable as away:
             say(logger, logging.WARNING, f"No work for now: {away}.", "database_away")
-            self._disconnect()
+            self._link.close()
             self._sleep_seconds = random.uniform(0.2, 1.0)
-        except psycopg2.Error:  # a fault of ours must not end the worker: others need its slots
-            logger.exception("A statement was refused")
+        except (ConfigError, SchemaOutdated):
+            raise
+        except Exception:  # a fault of ours must not end the worker, and its tasks with it
+            logger.exception("This round failed")
             self._sleep_seconds = 1.0
 
     def settle(self, conn: db.Connection) -> None:
         """Write every outcome there is; what cannot be written now is kept for the next round."""
         self._unsettled += self.runner.take_finished()
         while self._unsettled:
-            batch = self._unsettled[:SETTLE_BATCH]
+            batch = batch_to_settle(self._unsettled)
             self.held.begin_settling(lease for lease, _ in batch)
             settled = self._settle_batch(conn, batch)
             del self._unsettled[: len(batch)]
-            written = {one.task_id: one for one in settled}
+            written = {Lease(one.task_id, one.token): one for one in settled}
             for lease, _ in batch:
-                if lease.task_id in written:
-                    log_settled(written[lease.task_id], self.name)
-                if self.held.drop_settled(lease) and lease.task_id not in written:
+                if lease in written:
+                    log_settled(written[lease], self.name)
+                if self.held.drop_settled(lease) and lease not in written:
                     log_lost(lease, self.name)
 
     def reap(self, conn: db.Connection) -> None:
@@ -255,73 +179,94 @@ class Worker:
         if time.monotonic() < self._next_reap:
             return
         self._next_reap = time.monotonic() + self._jittered(self.settings.worker.reap_seconds)
-        after = 0
-        while page := leases.reap_tasks(conn, self.settings.retry, REAPED_SPREAD_SECONDS, after):
-            after = max(reaped.task_id for reaped in page)
-            for reaped in page:
-                log_settled(reaped, self.name)
+        for reaped in self._reap_all(conn):
+            log_settled(reaped, self.name)
         if time.monotonic() >= self._next_partitions:
             ensure_audit_partitions(conn)
             self._next_partitions = time.monotonic() + PARTITIONS_EVERY_SECONDS
 
-    def claim_and_start(self, conn: db.Connection) -> None:
-        """Lease as many tasks as slots are free, decide the route of each, and start them."""
-        free = self.concurrency - len(self.held)
-        if free <= 0 or self.stop_signals:
-            return
-        claim = leases.claim_tasks(
-            conn,
-            self.name,
-            free,
-            self.settings.worker.lease_seconds,
-            self.settings.routing.pending_threshold,
-            self._last_tenant,
-        )
-        claimed = {task.task_id for task in claim.tasks}
-        for lease in self.held.leases():
-            if lease.task_id in claimed:  # it was taken back, and is now ours by another token
-                self.lose(lease)
-        self.held.add(claim.tasks)
-        self._last_tenant = claim.last_tenant or ""
-        metrics = {"by_status": {"PENDING": claim.depth}}
-        for task in claim.tasks:
-            route = task.requested_route
-            if route == "auto":
-                route = decide_route(task.payload, metrics, self.settings.routing)
-            log_claimed(task, route, self.name)
-            self.runner.start(task, route)
-        if claim.next_due_seconds is not None:
-            self._sleep_seconds = min(self._sleep_seconds, max(claim.next_due_seconds, 0))
+    def _reap_all(self, conn: db.Connection) -> Iterator[Settled]:
+        """Page by page; a row that Postgres refuses to change is left out, and said loudly."""
+        spread, after = REAPED_SPREAD * self.settings.worker.lease_seconds, 0
+        try:
+            while page := leases.reap_tasks(conn, self.settings.retry, spread, after):
+                after = max(reaped.task_id for reaped in page)
+                yield from page
+        except psycopg2.Error:
+            logger.exception("Expired leases cannot be taken back together; trying one by one")
+            for task_id in leases.expired_tasks(conn, after):
+                try:
+                    yield from leases.reap_tasks(conn, self.settings.retry, spread, only=task_id)
+                except psycopg2.Error:
+                    logger.exception("The lease of task %s cannot be taken back", task_id)
 
-    def lose(self, lease: Lease) -> None:
-        """Stop the work of a lease that another worker may hold by now."""
-        if self.held.drop_lost(lease):
-            log_lost(lease, self.name)
-            self.runner.stop(lease)
+    def claim_and_start(self, conn: db.Connection) -> None:
+        """Lease as many tasks as slots are free, and start each on its route.
+
+        A claim shares its slots between tenants; what one tenant leaves, the next claim fills.
+        """
+        while (free := self.concurrency - len(self.held)) > 0 and not self.stop_signals:
+            claim = self._claim(conn, free)
+            self._last_tenant = claim.last_tenant or ""
+            for task, route in claim.tasks:
+                self._start(task, route)
+            if claim.look.next_due_seconds is not None:
+                self._sleep_seconds = min(self._sleep_seconds, max(claim.look.next_due_seconds, 0))
+            if claim.look.has_suspect and not self.alone:
+                self._suspects.start()
+            if not claim.tasks:
+                if claim.look.depth and self.routes.has_limits:
+                    # Another worker's call has to end first, and nobody notifies of that.
+                    self._sleep_seconds = min(self._sleep_seconds, FULL_ROUTE_POLL_SECONDS)
+                return
+
+    def _claim(self, conn: db.Connection, free: int) -> claims.Claim:
+        lease_seconds = self.settings.worker.lease_seconds
+        if self.alone:
+            claim = claims.claim_alone(conn, self.name, lease_seconds, self.routes)
+        else:
+            claim = claims.claim_tasks(
+                conn, self.name, free, lease_seconds, self.routes, self._last_tenant
+            )
+        claimed = {task.task_id for task, _ in claim.tasks}
+        for lease in self.held.leases():
+            # It was taken back from us and is ours again by another token.
+            if lease.task_id in claimed and self.held.drop_lost(lease):
+                log_lost(lease, self.name)
+                self.runner.stop(lease)
+        self.held.add(task for task, _ in claim.tasks)
+        return claim
+
+    def _start(self, task: ClaimedTask, route: str | None) -> None:
+        self._last_start = time.monotonic()
+        log_claimed(task, route, self.name)
+        if route is None and task.requested_route != "none":
+            # Its route closed, or filled up, between the look and the claim.
+            given_back = Outcome("released", delay_seconds=GIVEN_BACK_SECONDS)
+            self._unsettled.append((task.lease, given_back))
+            self._sleep_seconds = 0.0
+        else:
+            self.runner.start(task, route)
 
     # --- sleeping and waking -----------------------------------------------------------------
 
-    def wake(self) -> None:
-        """End the main thread's sleep; callable from any thread and from a signal handler."""
-        with contextlib.suppress(BlockingIOError):  # it is full of wake-ups already
-            self._wake_in.send(b"w")
+    def stop(self, signals: int) -> None:
+        """Told to stop, for the so-manieth time; called from a signal handler."""
+        self.stop_signals = signals
+        self._link.hurry()
+        self._doorbell.ring()
 
     def _sleep(self) -> None:
-        """Until a wake-up, a notification, or the end of the time that run_once allowed."""
-        listener = self._listener
-        poller = select.poll()
-        poller.register(self._wake_out.fileno(), select.POLLIN)
-        if listener is not None:
-            poller.register(listener.fileno(), select.POLLIN)
-        poller.poll(self._sleep_seconds * 1000)
-        with contextlib.suppress(BlockingIOError):
-            while self._wake_out.recv(4096):
-                pass
+        """Until a ring, a notification, or the end of the time that run_once allowed."""
+        self._doorbell.wait(self._sleep_seconds, self._link.ear())
         try:
-            if listener is not None:
-                db.heard(listener)
+            self._tokens.watch(self._link.watched())
         except DatabaseUnavailable:
-            self._disconnect()
+            self._link.close()
+
+    def _pass_on(self, task: ClaimedTask, piece: str) -> None:
+        """A piece of an answer came, on the runner's thread."""
+        self._tokens.put((task.root_id, task.task_id, task.attempt), piece)
 
     def _jittered(self, seconds: float) -> float:
         return seconds * random.uniform(0.75, 1.0)
@@ -331,6 +276,7 @@ class Worker:
     def _finish(self) -> None:
         """Let what runs end for the grace period, hand back the rest, write all of it."""
         say(logger, logging.INFO, "Stopping.", "stopping", worker=self.name, running=len(self.held))
+        self._suspects.terminate()
         deadline = time.monotonic() + self.settings.worker.grace_seconds
         handed_back = False
         while len(self.held):
@@ -346,42 +292,44 @@ class Worker:
 
     def _settle_or_wait(self) -> None:
         try:
-            self.settle(self._connection())
+            self.settle(self._link.open())
             self._sleep_seconds = 0.5
-        except DatabaseUnavailable as away:
+        except (DatabaseUnavailable, psycopg2.Error) as away:
             say(logger, logging.WARNING, f"Cannot settle now: {away}.", "database_away")
-            self._disconnect()
+            self._link.close()
             self._sleep_seconds = 0.2
         if len(self.held):
             self._sleep()
 
     def _is_drained(self) -> bool:
+        """Whether nothing is left to do; for a suspect's process, nothing that it may do."""
         try:
-            return not len(self.held) and not leases.has_work(self._connection())
-        except DatabaseUnavailable:
+            if self.alone:
+                return not len(self.held) and not self._unsettled and self._has_idled()
+            return not len(self.held) and not leases.has_work(self._link.open())
+        except (DatabaseUnavailable, psycopg2.Error):
             return False
+
+    def _has_idled(self) -> bool:
+        return time.monotonic() - self._last_start > SUSPECT_IDLE_SECONDS
 
     # --- the database ------------------------------------------------------------------------
 
-    def _connection(self) -> db.Connection:
-        """The main thread's connection, with a listener beside it; new ones after a failure."""
-        if self._conn is None or self._conn.closed:
-            settings = self.settings
-            self._conn = db.connect(settings.database_url, settings.database, self.name)
-            ensure_schema(self._conn)
-            self._listener = db.listen(
-                settings.database_listen_url,
-                settings.database,
-                f"{self.name} listen",
-                "tasks_claimable",
-            )
-        return self._conn
+    def _report(self, conn: db.Connection) -> None:
+        """Say that this worker lives; called by the heartbeat, on its connection."""
+        report_worker(
+            conn,
+            self.worker_id,
+            self.name,
+            self.concurrency,
+            len(self.held),
+            self.routes.paused(),
+        )
 
-    def _disconnect(self) -> None:
-        for conn in (self._conn, self._listener):
-            if conn is not None:
-                conn.close()
-        self._conn = self._listener = None
+    def _say_goodbye(self) -> None:
+        """Leave the list of workers; if that cannot be, it is forgotten after a day."""
+        with contextlib.suppress(DatabaseUnavailable):
+            forget_worker(self._link.open(), self.worker_id)
 
     def _settle_batch(self, conn: db.Connection, batch: list[Finished]) -> list[Settled]:
         """Write a batch; an outcome that Postgres refuses is replaced by that failure, alone."""
@@ -397,61 +345,16 @@ class Worker:
             return leases.settle_tasks(conn, [(lease, failure)], self.settings.retry)
 
 
-# --- logs: one sentence per transition -------------------------------------------------------
-
-SENTENCES = {
-    "succeeded": "Task {0} succeeded.",
-    "retry": "Task {0} failed and will be tried again.",
-    "released": "Task {0} was handed back.",
-    "outage": "Task {0} was handed back: the model server is away.",
-    "reaped": "Task {0} was taken back: its lease ran out.",
-    "cancelled": "Task {0} was cancelled.",
-    "max_retry": "Task {0} failed for the last time and is a dead letter.",
-    "max_delivery": "Task {0} was lost with its worker too often and is a dead letter.",
-    "permanent": "Task {0} cannot succeed and is a dead letter.",
-    "deadline": "Task {0} ran out of time and is a dead letter.",
-}
-
-
-def log_claimed(task: ClaimedTask, route: str, worker: str) -> None:
-    say(
-        logger,
-        logging.INFO,
-        f"Claimed task {task.task_id}.",
-        "claimed",
-        task_id=task.task_id,
-        worker=worker,
-        attempt=task.attempt,
-        delivery_count=task.delivery_count,
-        route=route,
-    )
-
-
-def log_settled(settled: Settled, worker: str) -> None:
-    say(
-        logger,
-        logging.ERROR if settled.status == "FAILED" else logging.INFO,
-        SENTENCES[settled.reason].format(settled.task_id),
-        settled.reason,
-        task_id=settled.task_id,
-        worker=worker,
-        attempt=settled.attempt,
-        retry_count=settled.retry_count,
-        delivery_count=settled.delivery_count,
-        delay_seconds=settled.delay_seconds if settled.status == "PENDING" else None,
-        error=settled.error,
-    )
-
-
-def log_lost(lease: Lease, worker: str) -> None:
-    say(
-        logger,
-        logging.WARNING,
-        f"The lease of task {lease.task_id} is lost; whatever came of it is void.",
-        "lease_lost",
-        task_id=lease.task_id,
-        worker=worker,
-    )
+def batch_to_settle(unsettled: Sequence[Finished]) -> list[Finished]:
+    """The first outcomes, as many as one statement can carry; at least one."""
+    batch: list[Finished] = []
+    characters = 0
+    for lease, outcome in unsettled[:SETTLE_BATCH]:
+        characters += len(str(outcome.result or ""))
+        if batch and characters > SETTLE_BATCH_CHARACTERS:
+            break
+        batch.append((lease, outcome))
+    return batch
 
 
 # --- the process -----------------------------------------------------------------------------
@@ -465,14 +368,17 @@ def main() -> int:
     try:
         settings = load_config()
         worker = Worker(
-            settings, args.name or default_name(), args.concurrency or settings.worker.concurrency
+            settings,
+            args.name or default_name(),
+            args.concurrency or settings.worker.concurrency,
+            args.alone,
         )
         stopper.stops(worker)
         say(
             logger, logging.INFO, "Worker started.", "started",
             worker=worker.name, concurrency=worker.concurrency,
         )  # fmt: skip
-        worker.run(drain=args.drain)
+        worker.run(drain=args.drain or args.alone)
     except (ConfigError, SchemaOutdated) as refused:
         logger.error("%s", refused)
         return 1
@@ -491,13 +397,13 @@ class Stopper:
 
     def stops(self, worker: Worker) -> None:
         self._worker = worker
-        worker.stop_signals = self._signals
+        if self._signals:
+            worker.stop(self._signals)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1
         if self._worker is not None:
-            self._worker.stop_signals = self._signals
-            self._worker.wake()
+            self._worker.stop(self._signals)
 
 
 def default_name() -> str:
@@ -508,8 +414,17 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="One worker of Agent Orchestrator.")
     parser.add_argument("--concurrency", type=_at_least_one, help="tasks it runs at a time")
     parser.add_argument("--drain", action="store_true", help="exit when no work is left")
-    parser.add_argument("--name", help="how it appears in logs and in a task's `worker`")
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--name", type=_name, help="how it appears in logs and in a task's `worker`"
+    )
     return parser.parse_args()
+
+
+def _name(text: str) -> str:
+    if not NAME.fullmatch(text):
+        raise argparse.ArgumentTypeError("this is to be 1 to 100 of A-Z a-z 0-9 _ . : -")
+    return text
 
 
 def _at_least_one(text: str) -> int:

@@ -102,6 +102,7 @@ CREATE TABLE tasks (
     idempotency_scope text,                                  -- the endpoint
     idempotency_key   text,
     request_hash      bytea,                                 -- of the validated body
+    batch_id          bigint,                                -- the first task of its batch
 
     -- where it stands
     status            task_status NOT NULL DEFAULT 'PENDING',
@@ -110,6 +111,7 @@ CREATE TABLE tasks (
     available_at      timestamptz NOT NULL DEFAULT current_instant(),
     due               boolean     NOT NULL DEFAULT true,     -- PENDING and available_at has come
     cancel_requested  boolean     NOT NULL DEFAULT false,
+    alone             boolean     NOT NULL DEFAULT false,    -- a suspect's last try: see reap_tasks
 
     -- who works on it
     lease_token       uuid,                                  -- the fencing token, fresh per claim
@@ -126,8 +128,8 @@ CREATE TABLE tasks (
     -- what came of it
     result            jsonb,
     last_error        text,
-    requested_route   text        NOT NULL DEFAULT 'auto',
-    route             text,                                  -- chosen by the worker
+    requested_route   text        NOT NULL DEFAULT 'auto',   -- none: it calls no model
+    route             text,                                  -- chosen by the worker at the claim
     model             text,
     prompt_tokens     bigint      NOT NULL DEFAULT 0,
     completion_tokens bigint      NOT NULL DEFAULT 0,
@@ -147,8 +149,9 @@ CREATE TABLE tasks (
         AND (idempotency_key IS NULL) = (request_hash IS NULL)),
     CONSTRAINT key_is_not_empty CHECK (idempotency_key <> ''),
     CONSTRAINT priority_is_a_digit CHECK (priority BETWEEN 0 AND 9),
+    CONSTRAINT own_limits_allow_a_try CHECK (max_retry >= 1 AND timeout_seconds > 0),
     CONSTRAINT route_is_known CHECK (
-        requested_route IN ('auto', 'local', 'cloud') AND route IN ('local', 'cloud')),
+        requested_route IN ('auto', 'local', 'cloud', 'none') AND route IN ('local', 'cloud')),
     CONSTRAINT counters_count_up CHECK (
         retry_count >= 0 AND delivery_count >= 0 AND reclaim_count >= 0
         AND attempt >= delivery_count AND prompt_tokens >= 0 AND completion_tokens >= 0),
@@ -175,8 +178,12 @@ CREATE TABLE tasks (
 );
 COMMENT ON TABLE tasks IS 'One row for each thing that can be claimed, retried, leased or awaited.';
 
--- claim_tasks: the due tasks of one tenant, in the order in which they are handed out.
-CREATE INDEX tasks_to_claim ON tasks (tenant, priority DESC, task_id) WHERE due;
+-- claim_tasks: the due tasks of one tenant, in the order in which they are handed out; first the
+-- route they ask for, so that tasks of a paused route do not stand in front of the others.
+CREATE INDEX tasks_to_claim ON tasks (requested_route, tenant, priority DESC, task_id)
+    WHERE due AND NOT alone;
+-- claim_alone.
+CREATE INDEX tasks_to_claim_alone ON tasks (task_id) WHERE due AND alone;
 -- mark_due and the sleep of an idle worker: what becomes due next.
 CREATE INDEX tasks_to_wait_for ON tasks (available_at) WHERE status = 'PENDING' AND NOT due;
 -- reap_tasks and --drain: what is leased. The lease itself is in no index, so a heartbeat is HOT.
@@ -184,16 +191,23 @@ CREATE INDEX tasks_leased ON tasks (task_id) WHERE status = 'RUNNING';
 -- submit_tasks: the constraint behind Idempotency-Key.
 CREATE UNIQUE INDEX tasks_idempotency ON tasks (tenant, idempotency_scope, idempotency_key)
     WHERE idempotency_key IS NOT NULL;
+-- submit_batch, when its Idempotency-Key is known: the tasks behind the first, which has the key.
+CREATE INDEX tasks_by_batch ON tasks (batch_id, task_id) WHERE batch_id IS NOT NULL;
+-- list_tasks: each kind and status newest first, so that no filter makes it read what it skips.
+CREATE INDEX tasks_to_list ON tasks (tenant, kind, status, task_id);
+-- list_dead_letters, and their number in read_queue.
+CREATE INDEX tasks_dead ON tasks (tenant, task_id)
+    WHERE status = 'FAILED' AND kind <> 'run' AND reason <> 'rejected';
 -- get_task by name: the newest task that bears it.
 CREATE INDEX tasks_by_name ON tasks (tenant, name, task_id) WHERE name IS NOT NULL;
 -- A step exists once in its run, and no client's key can collide with it.
 CREATE UNIQUE INDEX tasks_by_step ON tasks (parent_id, step) WHERE parent_id IS NOT NULL;
 
 
--- The tenants that have something due, in alphabetical order, from the first one after
--- `after_tenant` and round to it again; at most `at_most`. One index probe per tenant, however
--- many tasks each of them has.
-CREATE FUNCTION due_tenants(after_tenant text, at_most integer)
+-- The tenants that have something due for one of these routes, in alphabetical order, from the
+-- first one after `after_tenant` and round to it again; at most `at_most`. One index probe per
+-- tenant and route, however many tasks each of them has.
+CREATE FUNCTION due_tenants(routes text[], after_tenant text, at_most integer)
 RETURNS TABLE (place integer, tenant text) LANGUAGE plpgsql STABLE AS $$
 DECLARE
     came_round boolean := false;
@@ -201,9 +215,14 @@ BEGIN
     place := 0;
     tenant := after_tenant;
     WHILE place < at_most LOOP
-        SELECT min(t.tenant) INTO tenant FROM tasks t
-        WHERE t.due AND t.tenant > due_tenants.tenant
-          AND (NOT came_round OR t.tenant <= after_tenant);
+        SELECT min(first_of_route.tenant) INTO tenant
+        FROM unnest(routes) AS asked(route) CROSS JOIN LATERAL (
+            SELECT t.tenant FROM tasks t
+            WHERE t.due AND NOT t.alone AND t.requested_route = asked.route
+              AND t.tenant > due_tenants.tenant
+              AND (NOT came_round OR t.tenant <= after_tenant)
+            ORDER BY t.tenant
+            LIMIT 1) AS first_of_route;
         IF tenant IS NOT NULL THEN
             place := place + 1;
             RETURN NEXT;
@@ -217,11 +236,47 @@ BEGIN
 END $$;
 
 
+-- Who works here, as the workers say themselves with each heartbeat. Only people and /stats read
+-- it: no claim, lease or settle decides by it.
+CREATE TABLE workers (
+    worker_id     uuid        PRIMARY KEY,
+    name          text        NOT NULL,
+    concurrency   integer     NOT NULL,
+    running       integer     NOT NULL,
+    paused_routes jsonb       NOT NULL DEFAULT '{}',  -- {"local": "why"}
+    started_at    timestamptz NOT NULL DEFAULT current_instant(),
+    seen_at       timestamptz NOT NULL DEFAULT current_instant()
+);
+
+
+-- What a task that does not run waits for, in the API's words; NULL: for nothing but a free
+-- worker, or for the time it was submitted for. A worker counts as present for so many seconds.
+CREATE FUNCTION waiting_for(task tasks, present_seconds double precision) RETURNS text
+LANGUAGE plpgsql STABLE AS $$
+DECLARE
+    is_delayed boolean := task.available_at > current_instant();
+    backend    text := coalesce(
+        task.route, CASE task.requested_route WHEN 'auto' THEN 'local' ELSE task.requested_route END);
+BEGIN
+    RETURN CASE
+        WHEN task.status = 'BLOCKED' THEN 'dependencies'
+        WHEN task.status = 'AWAITING_APPROVAL' THEN 'approval'
+        WHEN task.status <> 'PENDING' OR is_delayed AND task.reason = 'created' THEN NULL
+        WHEN is_delayed AND task.reason = 'outage' OR EXISTS (
+            SELECT FROM workers w
+            WHERE w.seen_at > current_instant() - make_interval(secs => present_seconds)
+              AND w.paused_routes ? backend) THEN 'backend ' || backend
+        WHEN is_delayed AND task.reason IN ('retry', 'reaped') THEN 'backoff'
+    END;
+END $$;
+
+
 -- Every transition, for ever, in partitions of a month that retention drops whole. `transaction`
 -- lets a reader ask for what has become visible since its last snapshot: ids do not come up in
 -- the order of commits.
 CREATE TABLE audit_log (
     id          bigint      GENERATED ALWAYS AS IDENTITY,
+    root_id     bigint      NOT NULL,              -- the run, or a lone task itself
     task_id     bigint      NOT NULL,
     run_id      bigint,
     step        text,
@@ -240,6 +295,8 @@ COMMENT ON TABLE audit_log IS 'Append-only: every transition of every task.';
 
 -- GET /tasks/{id}/audit.
 CREATE INDEX audit_log_by_task ON audit_log (task_id, id);
+-- read_events: what has become visible of a run, or of a lone task, since a snapshot.
+CREATE INDEX audit_log_by_root ON audit_log (root_id, transaction);
 
 -- Takes what no month's partition takes, so that a missing partition never stops the work.
 CREATE TABLE audit_log_other PARTITION OF audit_log DEFAULT;
@@ -323,7 +380,10 @@ BEGIN
 END $$;
 
 
-CREATE FUNCTION audit_created_tasks() RETURNS trigger LANGUAGE plpgsql AS $$
+-- The planner knows nothing of the tables of changed rows, and keeps the plan it made for the first
+-- few: without this setting a statement that changes n rows would compare n * n of them.
+CREATE FUNCTION audit_created_tasks() RETURNS trigger LANGUAGE plpgsql
+SET enable_nestloop = off AS $$
 DECLARE
     illegal record;
 BEGIN
@@ -338,16 +398,18 @@ BEGIN
             USING ERRCODE = 'check_violation', CONSTRAINT = 'transitions';
     END IF;
     INSERT INTO audit_log (
-        task_id, run_id, step, tenant, from_status, to_status, reason, worker, attempt)
-    SELECT task_id, parent_id, step, tenant, NULL, status, reason, worker, attempt
+        root_id, task_id, run_id, step, tenant, from_status, to_status, reason, worker, attempt)
+    SELECT coalesce(parent_id, task_id), task_id, parent_id, step, tenant, NULL, status, reason, worker, attempt
     FROM new_tasks
     ORDER BY task_id;
+    -- Delayed ones as well: a worker that sleeps longer than the delay has to know of it.
     PERFORM notify_listeners(
-        EXISTS (SELECT FROM new_tasks WHERE due), NULL::bigint[]);
+        EXISTS (SELECT FROM new_tasks WHERE status = 'PENDING'), NULL::bigint[]);
     RETURN NULL;
 END $$;
 
-CREATE FUNCTION audit_changed_tasks() RETURNS trigger LANGUAGE plpgsql AS $$
+CREATE FUNCTION audit_changed_tasks() RETURNS trigger LANGUAGE plpgsql
+SET enable_nestloop = off AS $$
 DECLARE
     illegal record;
     changed bigint[];
@@ -377,16 +439,18 @@ BEGIN
 
     WITH logged AS (
         INSERT INTO audit_log (
-            task_id, run_id, step, tenant, from_status, to_status, reason,
+            root_id, task_id, run_id, step, tenant, from_status, to_status, reason,
             worker, attempt, detail)
-        SELECT n.task_id, n.parent_id, n.step, n.tenant, o.status, n.status, n.reason,
+        SELECT coalesce(n.parent_id, n.task_id), n.task_id, n.parent_id, n.step, n.tenant, o.status, n.status, n.reason,
                n.worker, n.attempt, transition_detail(n.*::tasks)
         FROM new_tasks n JOIN old_tasks o USING (task_id)
         WHERE n.status <> o.status
         ORDER BY n.task_id
-        RETURNING task_id
+        RETURNING task_id, run_id
     )
-    SELECT array_agg(task_id) INTO changed FROM logged;
+    SELECT array_agg(DISTINCT id) INTO changed
+    FROM (SELECT task_id FROM logged UNION SELECT run_id FROM logged) AS told(id)
+    WHERE id IS NOT NULL;
     PERFORM notify_listeners(
         EXISTS (
             SELECT FROM new_tasks n JOIN old_tasks o USING (task_id)
@@ -401,3 +465,94 @@ CREATE TRIGGER audit_tasks_created AFTER INSERT ON tasks
 CREATE TRIGGER audit_tasks AFTER UPDATE ON tasks
     REFERENCING OLD TABLE AS old_tasks NEW TABLE AS new_tasks
     FOR EACH STATEMENT EXECUTE FUNCTION audit_changed_tasks();
+
+
+-- The way in for programs whose own data is in this database: the task is stored in the caller's
+-- transaction, so that both are committed or neither is; then it is claimable, and a worker wakes.
+--
+--     BEGIN;
+--     INSERT INTO orders …;
+--     SELECT submit_task('Thank the customer of order 7.', priority => 5);
+--     COMMIT;
+--
+-- Returns the task's number. The same idempotency_key with the same arguments returns the first
+-- task's; with others it is refused (unique_violation). These keys are apart from those of the
+-- HTTP API. What cannot be a task is refused in plain words (invalid_parameter_value); the limits
+-- of config.toml are not known here. The caller's role needs INSERT and SELECT on tasks, SELECT on
+-- transitions, and INSERT on audit_log.
+CREATE FUNCTION submit_task(
+    prompt          text,
+    tenant          text             DEFAULT 'default',
+    priority        integer          DEFAULT 0,
+    delay_seconds   double precision DEFAULT 0,
+    max_retry       integer          DEFAULT NULL,
+    timeout_seconds double precision DEFAULT NULL,
+    requested_route text             DEFAULT 'auto',
+    metadata        jsonb            DEFAULT NULL,
+    idempotency_key text             DEFAULT NULL
+) RETURNS bigint
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+#variable_conflict use_column
+DECLARE
+    refused  text;
+    digest   bytea;
+    existing record;
+    stored   bigint;
+BEGIN
+    -- What is NULL without being allowed to be falls through to the columns' NOT NULL.
+    refused := CASE
+        WHEN coalesce(prompt, '') !~ '\S'
+            THEN 'prompt: it is empty; say what the model is to do'
+        WHEN tenant !~ '^[A-Za-z0-9_-]{1,64}$'
+            THEN 'tenant: it is to be 1 to 64 of A-Z a-z 0-9 _ -'
+        WHEN priority NOT BETWEEN 0 AND 9
+            THEN 'priority: it is to be 0 to 9'
+        WHEN NOT coalesce(delay_seconds BETWEEN 0 AND 31536000, false)
+            THEN 'delay_seconds: it is to be 0 to 31536000 (a year)'
+        WHEN max_retry NOT BETWEEN 1 AND 10000
+            THEN 'max_retry: it is to be 1 to 10000'
+        WHEN NOT (timeout_seconds > 0 AND timeout_seconds <= 604800)
+            THEN 'timeout_seconds: it is to be more than 0 and at most 604800 (a week)'
+        WHEN requested_route NOT IN ('auto', 'local', 'cloud')
+            THEN 'requested_route: it is to be auto, local or cloud'
+        WHEN jsonb_typeof(metadata) <> 'object'
+            THEN 'metadata: it is to be an object'
+        WHEN idempotency_key !~ '^[ -~]{1,255}$'
+            THEN 'idempotency_key: it is to be 1 to 255 printable ASCII characters'
+    END;
+    IF refused IS NOT NULL THEN
+        RAISE EXCEPTION '%', refused USING ERRCODE = 'invalid_parameter_value';
+    END IF;
+    IF idempotency_key IS NOT NULL THEN
+        digest := sha256(convert_to(jsonb_build_array(
+            prompt, priority, delay_seconds, max_retry, timeout_seconds, requested_route,
+            metadata)::text, 'UTF8'));
+    END IF;
+    LOOP
+        INSERT INTO tasks AS t (
+            tenant, kind, payload, metadata, priority, available_at, due, max_retry,
+            timeout_seconds, requested_route, idempotency_scope, idempotency_key, request_hash)
+        VALUES (
+            submit_task.tenant, 'prompt', jsonb_build_object('prompt', prompt),
+            submit_task.metadata, submit_task.priority,
+            current_instant() + make_interval(secs => delay_seconds), delay_seconds = 0,
+            submit_task.max_retry, submit_task.timeout_seconds, submit_task.requested_route,
+            CASE WHEN digest IS NOT NULL THEN 'sql' END, submit_task.idempotency_key, digest)
+        ON CONFLICT (tenant, idempotency_scope, idempotency_key) WHERE idempotency_key IS NOT NULL
+            DO NOTHING
+        RETURNING t.task_id INTO stored;
+        EXIT WHEN stored IS NOT NULL;
+        -- The key is taken. Its holder may have rolled back meanwhile: then insert again.
+        SELECT t.task_id, t.request_hash INTO existing FROM tasks t
+        WHERE t.tenant = submit_task.tenant AND t.idempotency_scope = 'sql'
+          AND t.idempotency_key = submit_task.idempotency_key;
+        IF existing.task_id IS NOT NULL AND existing.request_hash <> digest THEN
+            RAISE EXCEPTION
+                'this idempotency_key came with other arguments before; use a new key for a new task'
+                USING ERRCODE = 'unique_violation', CONSTRAINT = 'tasks_idempotency';
+        END IF;
+        stored := existing.task_id;
+        EXIT WHEN stored IS NOT NULL;
+    END LOOP;
+    RETURN stored;
+END $$;

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import random
 import select
 import socket
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import db
 from config import Settings
 from errors import DatabaseUnavailable
+from queries.tokens import TOKENS_CHANNEL
 
 logger = logging.getLogger(__name__)
 
+CHANGED_CHANNEL = "tasks_changed"
 PING_SECONDS = 5.0
 
 
@@ -25,13 +29,15 @@ class Changes:
     """Wakes coroutines when their task changed. A wake-up is a hint: read the row to know.
 
     The listener hears nothing while Postgres is away, so everybody is woken when it is back;
-    and nobody may wait longer than he could bear to miss a wake-up.
+    and nobody may wait longer than he could bear to miss a wake-up. `on_token` gets the pieces of
+    answers that come by.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._loop = asyncio.get_running_loop()
         self._waiting: defaultdict[int, set[asyncio.Event]] = defaultdict(set)
+        self.on_token: Callable[[dict[str, Any]], None] = lambda piece: None
         self._ended = threading.Event()
         self._end_in, self._end_out = socket.socketpair()
         self._thread = threading.Thread(target=self._listen, name="changes", daemon=True)
@@ -57,12 +63,17 @@ class Changes:
             if not self._waiting[task_id]:
                 del self._waiting[task_id]
 
-    def _wake(self, payloads: list[str]) -> None:
-        for payload in payloads:
-            ids = map(int, payload.split(",")) if payload else list(self._waiting)
-            for task_id in ids:
-                for changed in self._waiting.get(task_id, ()):
-                    changed.set()
+    def _tell(self, arrived: list[tuple[str, str]]) -> None:
+        for channel, payload in arrived:
+            if channel == TOKENS_CHANNEL:
+                self.on_token(json.loads(payload))
+            else:
+                self._wake(map(int, payload.split(",")) if payload else list(self._waiting))
+
+    def _wake(self, task_ids: Iterable[int]) -> None:
+        for task_id in task_ids:
+            for changed in self._waiting.get(task_id, ()):
+                changed.set()
 
     def _listen(self) -> None:
         while not self._ended.is_set():
@@ -75,15 +86,19 @@ class Changes:
     def _listen_once(self) -> None:
         settings = self._settings
         conn = db.listen(
-            settings.database_listen_url, settings.database, "orchestrator changes", "tasks_changed"
+            settings.database_listen_url,
+            settings.database,
+            "orchestrator changes",
+            CHANGED_CHANNEL,
+            TOKENS_CHANNEL,
         )
         with contextlib.closing(conn):
-            self._loop.call_soon_threadsafe(self._wake, [""])  # for what was missed before
+            self._loop.call_soon_threadsafe(self._tell, [(CHANGED_CHANNEL, "")])  # was missed
             poller = select.poll()
             poller.register(conn.fileno(), select.POLLIN)
             poller.register(self._end_out.fileno(), select.POLLIN)
             while not self._ended.is_set():
                 if not poller.poll(PING_SECONDS * 1000):
                     db.ping(conn)  # a half-open socket is silent for ever
-                if payloads := db.heard(conn):
-                    self._loop.call_soon_threadsafe(self._wake, payloads)
+                if arrived := db.heard(conn):
+                    self._loop.call_soon_threadsafe(self._tell, arrived)

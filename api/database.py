@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Concatenate, ParamSpec, TypeVar
 
 import db
+from api.pool import Pool
 from config import Settings
 from queries.schema import ensure_audit_partitions, ensure_schema
 
@@ -23,7 +24,7 @@ class Database:
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._pool = db.Pool(settings.database_url, settings.database, "orchestrator api")
+        self._pool = Pool(settings.database_url, settings.database, "orchestrator api")
         self._looked_at = False
         self._looking = threading.Lock()
 

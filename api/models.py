@@ -79,11 +79,25 @@ class PromptTask(BaseModel):
     metadata: Metadata | None = None
 
 
-class TaskCreated(BaseModel):
-    """The answer to POST /tasks."""
+class Batch(BaseModel):
+    """The body of POST /tasks/batch."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    tasks: list[PromptTask] = Field(min_length=1)
+
+
+class TaskStatus(BaseModel):
+    """Which task, and where it stands."""
 
     task_id: int | str
     status: Status
+
+
+class BatchStatus(BaseModel):
+    """The answer to POST /tasks/batch, in the order of the request."""
+
+    tasks: list[TaskStatus]
 
 
 class TaskError(BaseModel):
@@ -134,6 +148,59 @@ class Task(BaseModel):
     finished_at: str | None
 
 
+class TaskList(BaseModel):
+    """A page of tasks, newest first."""
+
+    tasks: list[Task]
+    next_cursor: str | None = Field(description="the next page's ?cursor=; null: this is the last")
+
+
+class Transition(BaseModel):
+    """One entry of the audit log."""
+
+    id: int
+    task_id: int
+    run_id: int | None
+    step: str | None
+    from_status: Status | None = Field(serialization_alias="from", description="null at creation")
+    to_status: Status = Field(serialization_alias="to")
+    reason: str
+    at: str
+    worker: str | None
+    attempt: int
+    detail: dict[str, Any]
+    cursor: str
+
+
+class TransitionList(BaseModel):
+    """A page of a task's audit log, oldest first."""
+
+    audit: list[Transition]
+    next_cursor: str | None
+
+
+class WorkerSeen(BaseModel):
+    """A worker, as it reported itself with its last heartbeat."""
+
+    name: str
+    concurrency: int
+    running: int
+    paused_routes: dict[str, str]
+    started_at: str
+    seen_at: str
+
+
+class Stats(BaseModel):
+    """The answer to GET /stats."""
+
+    depth: int = Field(description="tasks that are due and wait for a worker")
+    delayed: int
+    running: int
+    dead_letters: int
+    paused_routes: dict[str, str] = Field(description='{"local": "why"}')
+    workers: list[WorkerSeen]
+
+
 class Metrics(BaseModel):
     """The answer to GET /metrics."""
 
@@ -147,7 +214,7 @@ class Metrics(BaseModel):
 SHOWN_AS_STORED = (
     "status", "result", "kind", "route", "model", "prompt_tokens", "completion_tokens",
     "truncated", "duration_seconds", "retry_count", "delivery_count", "attempt", "priority",
-    "step", "worker", "cancel_requested", "metadata",
+    "step", "worker", "cancel_requested", "metadata", "waiting_for",
 )  # fmt: skip
 SHOWN_AS_TIMES = ("lease_expires_at", "created_at", "available_at", "started_at", "finished_at")
 
@@ -162,7 +229,6 @@ def task_view(row: dict[str, Any]) -> Task:
         "run_id": row["parent_id"],
         "cost": money(row["cost"]),
         "error": _error(row),
-        "waiting_for": _waiting_for(row),
     }
     return Task(**shown)
 
@@ -173,14 +239,15 @@ def _error(row: dict[str, Any]) -> TaskError | None:
     return TaskError(type=row["reason"], message=row["last_error"])
 
 
-def _waiting_for(row: dict[str, Any]) -> str | None:
-    if row["status"] == "BLOCKED":
-        return "dependencies"
-    if row["status"] == "AWAITING_APPROVAL":
-        return "approval"
-    if row["status"] == "PENDING" and row["is_delayed"]:
-        return f"backend {row['route']}" if row["reason"] == "outage" else "backoff"
-    return None
+def transition_view(row: dict[str, Any], cursor: str) -> Transition:
+    """A row of audit_log as the API shows it."""
+    return Transition(**{**row, "at": iso_utc(row["at"]), "cursor": cursor})
+
+
+def worker_view(row: dict[str, Any]) -> WorkerSeen:
+    """A row of workers as the API shows it."""
+    times = {column: iso_utc(row[column]) for column in ("started_at", "seen_at")}
+    return WorkerSeen(**{**row, **times})
 
 
 def iso_utc(moment: datetime | None) -> str | None:

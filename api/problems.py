@@ -12,11 +12,13 @@ from starlette.exceptions import HTTPException
 
 from errors import (
     DatabaseUnavailable,
+    FieldRefused,
     KeyReused,
     NotFound,
     OrchestratorError,
     RequestRefused,
     SchemaOutdated,
+    StateConflict,
     TooLarge,
 )
 
@@ -26,7 +28,9 @@ RETRY_AFTER_SECONDS = "2"
 BODY_TOO_LARGE = "the body is larger than limits.max_body_bytes of config.toml"
 STATUS_OF: dict[type[OrchestratorError], int] = {
     NotFound: 404,
+    StateConflict: 409,
     TooLarge: 413,
+    FieldRefused: 422,
     KeyReused: 422,
     DatabaseUnavailable: 503,
     SchemaOutdated: 503,

@@ -9,6 +9,7 @@ from fastapi import Depends, Request
 
 from api.changes import Changes
 from api.database import Database
+from api.feeds import Feeds
 from api.submission import SubmitWriter
 from config import Settings
 
@@ -19,6 +20,7 @@ class ApiServices:
     database: Database
     writer: SubmitWriter
     changes: Changes
+    feeds: Feeds
 
 
 def services_of_request(request: Request) -> ApiServices:

@@ -14,6 +14,7 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import psycopg2
+import psycopg2.errors
 
 import db
 from api.database import Database
@@ -24,8 +25,16 @@ logger = logging.getLogger(__name__)
 
 LARGEST_BATCH = 200
 MOST_WAITING = 10_000
-BATCH_LOCK_TIMEOUT_SECONDS = 0.1
-THREADS_FOR_LONE_ITEMS = 4
+# A batch, and then each of its items alone, waits so long for a key that another transaction
+# holds; who waits longer does it in few threads, where only his like wait with him.
+IMPATIENT_SECONDS = 0.1
+THREADS_FOR_LONE_ITEMS = 2
+THREADS_FOR_BLOCKED_ITEMS = 2
+BLOCKED = (
+    psycopg2.errors.LockNotAvailable,
+    psycopg2.errors.DeadlockDetected,
+    psycopg2.errors.SerializationFailure,
+)
 
 Item = tuple[NewTask, "Future[Submitted]"]
 
@@ -38,6 +47,7 @@ class SubmitWriter:
         self._waiting: queue.Queue[Item | None] = queue.Queue(MOST_WAITING)
         self._thread = threading.Thread(target=self._write_all, name="submit-writer", daemon=True)
         self._alone = ThreadPoolExecutor(THREADS_FOR_LONE_ITEMS, "submit-alone")
+        self._patient = ThreadPoolExecutor(THREADS_FOR_BLOCKED_ITEMS, "submit-blocked")
 
     def open(self) -> None:
         self._thread.start()
@@ -47,6 +57,7 @@ class SubmitWriter:
         self._waiting.put(None)
         self._thread.join()
         self._alone.shutdown()
+        self._patient.shutdown()
 
     async def submit(self, task: NewTask) -> Submitted:
         """Return when the task is committed; raises KeyReused or DatabaseUnavailable."""
@@ -82,36 +93,51 @@ class SubmitWriter:
 
     def _write(self, batch: list[Item]) -> None:
         try:
-            with self._database.connection() as conn:
-                usual = conn.lock_timeout_seconds
-                conn.lock_timeout_seconds = BATCH_LOCK_TIMEOUT_SECONDS
-                try:
-                    answers = db.submit_tasks(conn, [task for task, _ in batch])
-                finally:
-                    conn.lock_timeout_seconds = usual
-        except OrchestratorError as failed:
-            self._tell_or_retry(batch, failed)
+            answers = self._store([task for task, _ in batch], IMPATIENT_SECONDS)
         except Exception as failed:
-            self._tell_or_retry(batch, failed)
+            if _blames_one_item(failed):
+                for item in batch:
+                    self._alone.submit(self._write_alone, item)
+            else:
+                for _, stored in batch:
+                    stored.set_exception(failed)
         else:
             _tell(batch, answers)
 
-    def _tell_or_retry(self, batch: list[Item], failed: Exception) -> None:
-        """Nothing of the batch was stored: if one item may be to blame, try each alone."""
-        cause = failed.__cause__ if isinstance(failed, DatabaseUnavailable) else failed
-        if isinstance(cause, psycopg2.Error) and cause.pgcode is not None:
-            for item in batch:
-                self._alone.submit(self._write_alone, item)
-            return
-        for _, stored in batch:
-            stored.set_exception(failed)
-
     def _write_alone(self, item: Item) -> None:
-        task, stored = item
+        """Store one item of a batch that could not be stored; if it is blocked, wait elsewhere."""
         try:
-            stored.set_result(self._database.run(db.submit_task, task))
+            _tell([item], self._store([item[0]], IMPATIENT_SECONDS))
         except Exception as failed:
-            stored.set_exception(failed)
+            if isinstance(failed.__cause__, psycopg2.errors.LockNotAvailable):
+                self._patient.submit(self._write_patiently, item)
+            else:
+                item[1].set_exception(failed)
+
+    def _write_patiently(self, item: Item) -> None:
+        try:
+            _tell([item], self._store([item[0]]))
+        except Exception as failed:
+            item[1].set_exception(failed)
+
+    def _store(
+        self, tasks: list[NewTask], lock_timeout_seconds: float | None = None
+    ) -> list[Answer]:
+        with self._database.connection() as conn:
+            usual = conn.lock_timeout_seconds
+            conn.lock_timeout_seconds = lock_timeout_seconds or usual
+            try:
+                return db.submit_tasks(conn, tasks)
+            finally:
+                conn.lock_timeout_seconds = usual
+
+
+def _blames_one_item(failed: Exception) -> bool:
+    """Whether Postgres refused a batch for what is in it; then nothing of it was stored."""
+    cause = failed.__cause__ if isinstance(failed, DatabaseUnavailable) else failed
+    if isinstance(cause, BLOCKED):
+        return True
+    return isinstance(cause, psycopg2.Error) and not isinstance(failed, DatabaseUnavailable)
 
 
 def _tell(batch: list[Item], answers: list[Answer]) -> None:

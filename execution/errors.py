@@ -14,11 +14,20 @@ class CallEnded(Exception):
 
 
 class Outage(CallEnded):
-    """`retry_after_seconds`: when the other side asked to be tried again, if it said so."""
+    """`retry_after_seconds`: when the other side asked to be tried again, if it said so;
+    `alarm`: somebody has to do something; `hung_up`: it took the call and then went away."""
 
-    def __init__(self, message: str, retry_after_seconds: float | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        retry_after_seconds: float | None = None,
+        alarm: bool = False,
+        hung_up: bool = False,
+    ) -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
+        self.alarm = alarm
+        self.hung_up = hung_up
 
 
 class Failure(CallEnded):

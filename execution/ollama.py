@@ -8,13 +8,13 @@ Hanging up stops the generation, so cancelling the coroutine cancels the call.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
-from config import Ollama
+from config import Settings
 from execution.errors import Failure, Outage, Permanent
 
 # English text has about four bytes a token and no common script fewer than one character a
@@ -36,15 +36,18 @@ class Completion:
 
 
 class OllamaClient:
-    """Calls one server; may be used by many coroutines of one event loop."""
+    """Calls the server behind one route; may be used by many coroutines of one event loop."""
 
-    def __init__(self, settings: Ollama, max_result_bytes: int) -> None:
-        self._settings = settings
-        self._max_result_bytes = max_result_bytes
+    def __init__(self, settings: Settings, route: str) -> None:
+        self._settings = settings.ollama
+        self._max_result_bytes = settings.limits.max_result_bytes
+        self._url = settings.ollama.url_of_route(route)
+        key = settings.ollama_api_key if route == "cloud" else None
         self._http = httpx.AsyncClient(
-            base_url=settings.url,
+            base_url=self._url,
+            headers={"Authorization": f"Bearer {key.get_secret_value()}"} if key else {},
             timeout=httpx.Timeout(
-                settings.timeout_seconds, connect=settings.connect_timeout_seconds
+                self._settings.timeout_seconds, connect=self._settings.connect_timeout_seconds
             ),
             limits=httpx.Limits(max_connections=None),
             trust_env=False,
@@ -53,8 +56,24 @@ class OllamaClient:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def complete(self, model: str, prompt: str) -> Completion:
-        """Return the model's answer to `prompt`; raises Outage, Failure or Permanent."""
+    async def probe(self) -> None:
+        """Return if the server answers GET /api/version; raises Outage if it does not."""
+        try:
+            response = await self._http.get("/api/version")
+        except httpx.HTTPError as failed:
+            raise Outage(self._unreachable(failed)) from failed
+        if response.status_code in (401, 403):
+            raise _key_refused(f"the model server answered {response.status_code}")
+        if response.status_code != 200:
+            raise Outage(f"the model server at {self._url} answered {response.status_code}")
+
+    async def complete(
+        self, model: str, prompt: str, on_piece: Callable[[str], None]
+    ) -> Completion:
+        """Return the model's answer to `prompt`; raises Outage, Failure or Permanent.
+
+        `on_piece` is told each piece as it comes.
+        """
         body = {
             "model": model,
             "prompt": prompt,
@@ -69,22 +88,26 @@ class OllamaClient:
                 if response.status_code != 200:
                     raise await _refusal(response, model)
                 try:
-                    return await self._read(response, prompt)
+                    return await self._read(response, prompt, on_piece)
                 except httpx.HTTPError as failed:
                     raise _broken_off(failed, self._settings.timeout_seconds) from failed
         except (httpx.ConnectError, httpx.ConnectTimeout) as failed:
-            raise Outage(
-                f"cannot connect to the model server at {self._settings.url}: "
-                f"{failed or type(failed).__name__}"
-            ) from failed
+            raise Outage(self._unreachable(failed)) from failed
         except httpx.TimeoutException as failed:
             raise _broken_off(failed, self._settings.timeout_seconds) from failed
         except httpx.HTTPError as failed:
             raise Outage(
                 f"the model server hung up before it answered: {failed or type(failed).__name__}",
+                hung_up=True,
             ) from failed
 
-    async def _read(self, response: httpx.Response, prompt: str) -> Completion:
+    def _unreachable(self, failed: httpx.HTTPError) -> str:
+        words = str(failed) or type(failed).__name__
+        return f"cannot reach the model server at {self._url}: {words}"
+
+    async def _read(
+        self, response: httpx.Response, prompt: str, on_piece: Callable[[str], None]
+    ) -> Completion:
         pieces: list[str] = []
         size = 0
         async for line in _lines(response, self._max_result_bytes):
@@ -95,6 +118,7 @@ class OllamaClient:
             if not isinstance(piece, str):
                 raise Failure("the model server sent an answer that is no text")
             pieces.append(piece)
+            on_piece(piece)
             size += len(piece.encode(errors="surrogatepass"))
             if size > self._max_result_bytes:
                 raise Permanent(
@@ -167,14 +191,18 @@ async def _refusal(response: httpx.Response, model: str) -> Outage | Failure | P
     status = response.status_code
     said = f"the model server answered {status}: {await _error_of(response)}"
     if status in (401, 403):
-        return Outage(f"{said}; check the key of the model server")
+        return _key_refused(said)
     if status in (429, 502, 503):
-        return Outage(said, _retry_after_seconds(response))
+        return Outage(said, retry_after_seconds=_retry_after_seconds(response))
     if status == 404:
         return Permanent(f"{said}; if the model is missing, run: ollama pull {model}")
     if status == 400:
         return Permanent(f"{said}; change the prompt or the model's settings")
     return Failure(said)
+
+
+def _key_refused(said: str) -> Outage:
+    return Outage(f"{said}: it refuses the key; check OLLAMA_API_KEY", alarm=True)
 
 
 async def _error_of(response: httpx.Response) -> str:

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from config import Settings
-from execution.errors import Failure, Permanent
+from execution.errors import Failure, Outage, Permanent
 from execution.ollama import OllamaClient
 from execution.text import error_text, storable
 from queries.leases import ClaimedTask, Outcome
 
+# A server that goes away so often under the same prompt is brought down by it.
+HANG_UPS_BLAMED_ON_SERVER = 5
+
 
 async def run_prompt(
-    task: ClaimedTask, route: str, client: OllamaClient, settings: Settings
+    task: ClaimedTask,
+    route: str,
+    client: OllamaClient,
+    settings: Settings,
+    on_piece: Callable[[str], None],
 ) -> Outcome:
-    """Ask the model; raises the errors of execution/errors.py, Failure without usage excepted."""
+    """Ask the model behind `route`; raises the errors of execution/errors.py.
+
+    `on_piece` is told each piece of the answer as it comes.
+    """
     model = settings.models.of_route(route)
     prompt = task.payload.get("prompt")
     if not isinstance(prompt, str):
-        raise Permanent("its payload has no text under `prompt`; submit it anew with one")
+        raise Permanent("the task's payload has no prompt; submit it again with one")
     try:
-        answer = await client.complete(model, prompt)
+        answer = await client.complete(model, prompt, on_piece)
     except Failure as failed:
-        cost = settings.cost.of_call(route, failed.prompt_tokens, failed.completion_tokens)
-        return Outcome(
-            "failure",
-            error=error_text(failed, settings.limits.max_error_bytes),
-            route=route,
-            model=model,
-            prompt_tokens=failed.prompt_tokens,
-            completion_tokens=failed.completion_tokens,
-            cost=cost if failed.prompt_tokens or failed.completion_tokens else None,
-        )
+        return _failed(failed, route, model, settings)
+    except Outage as ended:
+        if ended.hung_up and task.attempt > HANG_UPS_BLAMED_ON_SERVER:
+            raise Failure(f"{ended} ({task.attempt} times under this prompt)") from ended
+        raise
     return Outcome(
         "succeeded",
         result={"text": storable(answer.text)},
@@ -39,4 +46,19 @@ async def run_prompt(
         completion_tokens=answer.completion_tokens,
         cost=settings.cost.of_call(route, answer.prompt_tokens, answer.completion_tokens),
         truncated=answer.truncated,
+    )
+
+
+def _failed(failed: Failure, route: str, model: str, settings: Settings) -> Outcome:
+    """A failure that may have used tokens: those were paid."""
+    used = failed.prompt_tokens + failed.completion_tokens
+    cost = settings.cost.of_call(route, failed.prompt_tokens, failed.completion_tokens)
+    return Outcome(
+        "failure",
+        error=error_text(failed, settings.limits.max_error_bytes),
+        route=route,
+        model=model,
+        prompt_tokens=failed.prompt_tokens,
+        completion_tokens=failed.completion_tokens,
+        cost=cost if used else None,
     )

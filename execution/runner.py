@@ -11,12 +11,15 @@ import logging
 import queue
 import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from config import Settings
 from execution.errors import Failure, Outage, Permanent
 from execution.ollama import OllamaClient
 from execution.prompt import run_prompt
+from execution.routes import ROUTES, Routes
 from execution.text import error_text
+from logs import say
 from queries.leases import ClaimedTask, Lease, Outcome
 
 logger = logging.getLogger(__name__)
@@ -27,28 +30,44 @@ Finished = tuple[Lease, Outcome]
 class Runner:
     """Runs tasks until they end, are stopped, or meet their deadline.
 
-    `on_finished` is called from the loop's thread each time there is something to take.
+    Tells `routes` what it learns of the servers behind them, and probes those that are away.
+    `on_piece` is told each piece of an answer, and
+    `on_finished` is called from the loop's thread each time there is something to take, or a
+    route has opened.
     """
 
-    def __init__(self, settings: Settings, on_finished: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        routes: Routes,
+        on_finished: Callable[[], None],
+        on_piece: Callable[[ClaimedTask, str], None],
+    ) -> None:
         self._settings = settings
+        self._routes = routes
         self._on_finished = on_finished
+        self._on_piece = on_piece
         self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
         self._running: dict[Lease, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="runner", daemon=True)
-        self._ollama = OllamaClient(settings.ollama, settings.limits.max_result_bytes)
+        self._clients = {name: OllamaClient(settings, name) for name in ROUTES}
+        self._probes: dict[str, asyncio.Task[None]] = {}
 
     def open(self) -> None:
+        """Begin: first of all, every route is probed."""
         self._thread.start()
+        for name in ROUTES:
+            self._loop.call_soon_threadsafe(self._begin_probing, name, 0.0)
 
     def close(self) -> None:
         """End the loop; what still runs is cancelled and reports nothing more."""
         asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(timeout=10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)
+        self._loop.close()
 
-    def start(self, task: ClaimedTask, route: str) -> None:
+    def start(self, task: ClaimedTask, route: str | None) -> None:
         """Begin `task`; its outcome will be among the finished."""
         self._loop.call_soon_threadsafe(self._begin, task, route)
 
@@ -63,7 +82,7 @@ class Runner:
             taken.append(self._finished.get_nowait())
         return taken
 
-    def _begin(self, task: ClaimedTask, route: str) -> None:
+    def _begin(self, task: ClaimedTask, route: str | None) -> None:
         self._running[task.lease] = self._loop.create_task(self._run(task, route))
 
     def _cancel(self, lease: Lease) -> None:
@@ -71,7 +90,7 @@ class Runner:
             # After its first step: a coroutine cancelled before that never runs, nor reports.
             self._loop.call_soon(running.cancel)
 
-    async def _run(self, task: ClaimedTask, route: str) -> None:
+    async def _run(self, task: ClaimedTask, route: str | None) -> None:
         seconds = task.timeout_seconds or self._settings.worker.task_timeout_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -84,32 +103,76 @@ class Runner:
         self._finished.put((task.lease, outcome))
         self._on_finished()
 
-    async def _carry_out(self, task: ClaimedTask, route: str) -> Outcome:
+    async def _carry_out(self, task: ClaimedTask, route: str | None) -> Outcome:
         """The handler's outcome; whatever it raises becomes one too."""
         max_bytes = self._settings.limits.max_error_bytes
         try:
-            return await self._handler(task, route)
+            outcome = await self._handler(task, route)
         except Outage as ended:
-            delay = ended.retry_after_seconds or self._settings.worker.reap_seconds
-            text = error_text(ended, max_bytes)
-            return Outcome("outage", error=text, route=route, delay_seconds=delay)
+            self._pause(route, ended)
+            return Outcome("outage", error=error_text(ended, max_bytes), route=route)
         except Permanent as ended:
-            return Outcome("permanent", error=error_text(ended, max_bytes), route=route)
+            outcome = Outcome("permanent", error=error_text(ended, max_bytes), route=route)
         except Failure as ended:
-            return Outcome("failure", error=error_text(ended, max_bytes), route=route)
+            outcome = Outcome("failure", error=error_text(ended, max_bytes), route=route)
         except Exception as failed:  # a handler's fault is a failure of its task, not of the worker
             logger.exception("The handler of task %s failed", task.task_id)
             text = error_text(f"{type(failed).__name__}: {failed}", max_bytes)
-            return Outcome("failure", error=text, route=route)
+            outcome = Outcome("failure", error=text, route=route)
+        if route is not None:
+            self._routes.worked(route)
+        return outcome
 
-    def _handler(self, task: ClaimedTask, route: str) -> Awaitable[Outcome]:
-        if task.kind == "prompt":
-            return run_prompt(task, route, self._ollama, self._settings)
+    def _handler(self, task: ClaimedTask, route: str | None) -> Awaitable[Outcome]:
+        if task.kind == "prompt" and route is not None:
+            tell = partial(self._on_piece, task)
+            return run_prompt(task, route, self._clients[route], self._settings, tell)
         raise Permanent(f"this worker does not know tasks of kind {task.kind!r}; update it")
 
+    # --- routes whose server is away -----------------------------------------------------------
+
+    def _pause(self, route: str | None, ended: Outage) -> None:
+        """Close the route of a call that found its server away, and begin to probe it."""
+        if route is None or route in self._probes:
+            return
+        wait_seconds = self._routes.pause(route, str(ended), ended.retry_after_seconds)
+        _log_paused(route, ended, wait_seconds)
+        self._begin_probing(route, wait_seconds)
+
+    def _begin_probing(self, route: str, wait_seconds: float) -> None:
+        self._probes[route] = self._loop.create_task(self._probe(route, wait_seconds))
+
+    async def _probe(self, route: str, wait_seconds: float) -> None:
+        """Ask the server after each wait whether it is there again, then open the route."""
+        while True:
+            await asyncio.sleep(wait_seconds)
+            try:
+                await self._clients[route].probe()
+                break
+            except Outage as ended:
+                wait_seconds = self._routes.pause(route, str(ended))
+                _log_paused(route, ended, wait_seconds)
+        del self._probes[route]
+        self._routes.open(route)
+        say(logger, logging.INFO, f"Route {route} is open.", "route_open", route=route)
+        self._on_finished()
+
     async def _close(self) -> None:
-        running = list(self._running.values())
+        running = [*self._running.values(), *self._probes.values()]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        await self._ollama.close()
+        for client in self._clients.values():
+            await client.close()
+
+
+def _log_paused(route: str, ended: Outage, wait_seconds: float) -> None:
+    say(
+        logger,
+        logging.ERROR if ended.alarm else logging.WARNING,
+        f"Route {route} is paused.",
+        "route_paused",
+        route=route,
+        probe_in_seconds=wait_seconds,
+        error=str(ended),
+    )

@@ -1,4 +1,4 @@
-"""Who owns a task: claim, heartbeat, settle, reap.
+"""Who owns a task: heartbeat, settle, reap; the claim is in claims.py.
 
 Every write after a claim says `task_id, lease_token, status = 'RUNNING'`, so that a worker whose
 lease was taken over changes nothing. Each public function is one transaction.
@@ -16,7 +16,7 @@ from decimal import Decimal
 from typing import Any, Literal
 
 from config import Retry
-from db import Connection, Row, fetch
+from connection import Connection, Row, fetch
 
 Verdict = Literal["succeeded", "failure", "permanent", "deadline", "released", "outage"]
 
@@ -34,6 +34,7 @@ class ClaimedTask:
     """A task as its worker gets it."""
 
     lease: Lease
+    root_id: int  # its run, or itself
     kind: str
     payload: Mapping[str, Any]
     requested_route: str
@@ -45,16 +46,6 @@ class ClaimedTask:
     @property
     def task_id(self) -> int:
         return self.lease.task_id
-
-
-@dataclass(frozen=True)
-class Claim:
-    """What one look at the queue brought."""
-
-    tasks: list[ClaimedTask]
-    depth: int  # due PENDING tasks left, counted up to the limit that was asked for
-    next_due_seconds: float | None  # until the next delayed task is due; None: there is none
-    last_tenant: str | None  # the last that was looked at; None: nothing is due
 
 
 @dataclass(frozen=True)
@@ -78,6 +69,7 @@ class Settled:
     """What became of a task: its new status, the reason, and when it can run again."""
 
     task_id: int
+    token: str  # of the lease that ended
     status: str
     reason: str
     attempt: int
@@ -91,103 +83,8 @@ class Settled:
 class Beat:
     """The answer to a heartbeat."""
 
-    lost: set[int] = field(default_factory=set)  # another worker may own these now
-    cancelled: set[int] = field(default_factory=set)  # somebody asked to stop these
-
-
-# PENDING tasks whose available_at has come are marked due: the claim's index holds only due
-# rows, so a million delayed ones do not stand in its way.
-MARK_DUE = """
-UPDATE tasks SET due = true
-WHERE task_id IN (
-    SELECT task_id FROM tasks
-    WHERE status = 'PENDING' AND NOT due AND available_at <= (SELECT current_instant())
-    ORDER BY available_at
-    LIMIT %(sweep_limit)s
-    FOR NO KEY UPDATE SKIP LOCKED);
-"""
-
-# PENDING -> RUNNING (claimed), with a fresh token. Fair between tenants: each of those that have
-# something due gives an equal share of the batch, and the scan starts after the tenant that was
-# last served. `depth` is what is due besides this batch, counted only as far as it matters.
-CLAIM_TASKS = """
-WITH visited AS MATERIALIZED (
-    SELECT place, tenant FROM due_tenants(%(after_tenant)s, %(slots)s)
-),
-share AS (
-    SELECT ceil(%(slots)s / greatest(count(*), 1)::numeric)::bigint AS size FROM visited
-),
-locked AS (
-    SELECT candidate.task_id
-    FROM (SELECT tenant FROM visited ORDER BY place) AS visited
-    CROSS JOIN LATERAL (
-        SELECT t.task_id FROM tasks t
-        WHERE t.due AND t.tenant = visited.tenant
-        ORDER BY t.priority DESC, t.task_id
-        LIMIT (SELECT size FROM share)
-        FOR NO KEY UPDATE SKIP LOCKED) AS candidate
-    LIMIT %(slots)s
-),
-claimed AS (
-    UPDATE tasks t
-    SET status = 'RUNNING', reason = 'claimed', due = false,
-        lease_token = gen_random_uuid(),
-        lease_expires_at = current_instant() + make_interval(secs => %(lease_seconds)s),
-        worker = %(worker)s, started_at = current_instant(), updated_at = current_instant(),
-        attempt = attempt + 1, delivery_count = delivery_count + 1
-    FROM locked
-    WHERE t.task_id = locked.task_id AND t.status = 'PENDING' AND t.due
-    RETURNING t.task_id, t.lease_token::text, t.tenant, t.priority, t.kind, t.payload,
-              t.requested_route, t.timeout_seconds, t.attempt, t.delivery_count, t.retry_count
-)
-SELECT
-    coalesce((SELECT jsonb_agg(to_jsonb(claimed) ORDER BY priority DESC, task_id) FROM claimed),
-             '[]') AS tasks,
-    (SELECT tenant FROM visited ORDER BY place DESC LIMIT 1) AS last_tenant,
-    greatest(0, (SELECT count(*) FROM (SELECT FROM tasks WHERE due LIMIT %(depth_limit)s) AS d)
-                - (SELECT count(*) FROM claimed)) AS depth,
-    (SELECT extract(epoch FROM min(available_at) - current_instant())::double precision
-     FROM tasks WHERE status = 'PENDING' AND NOT due) AS next_due_seconds
-"""
-
-
-def claim_tasks(
-    conn: Connection,
-    worker: str,
-    slots: int,
-    lease_seconds: float,
-    depth_wanted: int,
-    after_tenant: str = "",
-) -> Claim:
-    """Lease up to `slots` due tasks to `worker`, and tell how much more is due.
-
-    `depth_wanted` is the depth up to which the count has to be exact; `after_tenant` the last
-    tenant of the claim before.
-    """
-    values = {
-        "worker": worker,
-        "slots": slots,
-        "lease_seconds": lease_seconds,
-        "depth_limit": depth_wanted + slots + 1,
-        "sweep_limit": 1000,
-        "after_tenant": after_tenant,
-    }
-    row = fetch(conn, MARK_DUE + CLAIM_TASKS, values)[0]
-    tasks = [_claimed(task) for task in row["tasks"]]
-    return Claim(tasks, row["depth"], row["next_due_seconds"], row["last_tenant"])
-
-
-def _claimed(row: Row) -> ClaimedTask:
-    return ClaimedTask(
-        lease=Lease(row["task_id"], row["lease_token"]),
-        kind=row["kind"],
-        payload=row["payload"] if isinstance(row["payload"], dict) else {},
-        requested_route=row["requested_route"],
-        timeout_seconds=row["timeout_seconds"],
-        attempt=row["attempt"],
-        delivery_count=row["delivery_count"],
-        retry_count=row["retry_count"],
-    )
+    lost: set[Lease] = field(default_factory=set)  # another worker may own these now
+    cancelled: set[Lease] = field(default_factory=set)  # somebody asked to stop these
 
 
 # Renews the leases that are still ours. A row that a settle of the same process holds is not
@@ -209,7 +106,7 @@ renewed AS (
     FROM free
     WHERE t.task_id = free.task_id AND t.status = 'RUNNING' AND t.lease_token = free.lease_token
 )
-SELECT t.task_id, t.cancel_requested
+SELECT t.task_id, t.lease_token::text AS token, t.cancel_requested
 FROM tasks t JOIN ours ON t.task_id = ours.task_id AND t.lease_token = ours.token
 WHERE t.status = 'RUNNING'
 """
@@ -219,9 +116,10 @@ def renew_leases(conn: Connection, leases: Sequence[Lease], lease_seconds: float
     """Renew all leases of a process in one statement; tell which are lost, which cancelled."""
     values = {"leases": json.dumps([vars(lease) for lease in leases])}
     rows = fetch(conn, RENEW_LEASES, {**values, "lease_seconds": lease_seconds})
+    alive = {Lease(row["task_id"], row["token"]): row["cancel_requested"] for row in rows}
     return Beat(
-        lost={lease.task_id for lease in leases} - {row["task_id"] for row in rows},
-        cancelled={row["task_id"] for row in rows if row["cancel_requested"]},
+        lost=set(leases) - set(alive),
+        cancelled={lease for lease, cancel_requested in alive.items() if cancel_requested},
     )
 
 
@@ -289,7 +187,8 @@ SET status = d.to_status,
     finished_at = CASE WHEN d.to_status NOT IN ('PENDING', 'AWAITING_APPROVAL') THEN moment.at END
 FROM decided d CROSS JOIN moment
 WHERE t.task_id = d.task_id AND t.status = 'RUNNING' AND t.lease_token = d.lease_token
-RETURNING t.task_id, t.status::text, t.reason, t.attempt, t.retry_count, t.delivery_count,
+RETURNING t.task_id, d.lease_token::text AS token, t.status::text, t.reason, t.attempt,
+          t.retry_count, t.delivery_count,
           greatest(0, extract(epoch FROM t.available_at - t.updated_at))::double precision
               AS delay_seconds,
           t.last_error AS error
@@ -318,11 +217,12 @@ def _as_row(lease: Lease, outcome: Outcome) -> Row:
 
 
 # RUNNING -> PENDING (reaped), FAILED (max_delivery) or CANCELLED, where the lease has run out.
-# What comes back is spread over a few seconds, so that tasks that went down with one process
-# do not meet again in the next.
+# Of tasks that went down with one process, one may be poison. They come back spread over a few
+# seconds, and a task with one try left gets it alone, in a process of its own: so poison takes no
+# healthy neighbour with it.
 REAP_TASKS = """
 WITH expired AS (
-    SELECT task_id, lease_token
+    SELECT task_id, lease_token, cancel_requested, delivery_count, retry_count
     FROM tasks
     WHERE status = 'RUNNING' AND lease_expires_at < current_instant()
       AND task_id > %(after)s AND (%(only)s::bigint IS NULL OR task_id = %(only)s)
@@ -337,8 +237,9 @@ judged AS (
                WHEN t.delivery_count - t.retry_count >= %(max_delivery)s THEN 'max_delivery'
                ELSE 'reaped'
            END AS new_reason,
+           t.delivery_count - t.retry_count >= %(max_delivery)s - 1 AS is_suspect,
            random() * %(spread_seconds)s AS wait_seconds
-    FROM expired JOIN tasks t USING (task_id)
+    FROM expired t  -- as it was locked: what the snapshot saw may be older
 ),
 decided AS (
     SELECT judged.*, transitions.to_status
@@ -355,6 +256,7 @@ SET status = d.to_status,
             t.delivery_count - t.retry_count, t.worker)
         ELSE t.last_error END,
     reclaim_count = t.reclaim_count + 1,
+    alone = d.is_suspect AND d.to_status = 'PENDING',
     lease_token = NULL,
     lease_expires_at = NULL,
     due = d.to_status = 'PENDING' AND d.wait_seconds = 0,
@@ -365,7 +267,8 @@ SET status = d.to_status,
     finished_at = CASE WHEN d.to_status <> 'PENDING' THEN moment.at END
 FROM decided d CROSS JOIN moment
 WHERE t.task_id = d.task_id AND t.status = 'RUNNING' AND t.lease_token = d.lease_token
-RETURNING t.task_id, t.status::text, t.reason, t.attempt, t.retry_count, t.delivery_count,
+RETURNING t.task_id, d.lease_token::text AS token, t.status::text, t.reason, t.attempt,
+          t.retry_count, t.delivery_count,
           greatest(0, extract(epoch FROM t.available_at - t.updated_at))::double precision
               AS delay_seconds,
           t.last_error AS error
@@ -390,10 +293,29 @@ def reap_tasks(
     return [Settled(**row) for row in rows]
 
 
+EXPIRED_TASKS = """
+SELECT task_id FROM tasks
+WHERE status = 'RUNNING' AND lease_expires_at < current_instant() AND task_id > %(after)s
+ORDER BY task_id
+LIMIT %(sweep_limit)s
+"""
+
+
+def expired_tasks(conn: Connection, after: int) -> list[int]:
+    """Up to 500 tasks whose lease has run out, for a sweep that goes one by one."""
+    rows = fetch(conn, EXPIRED_TASKS, {"after": after, "sweep_limit": 500})
+    return [row["task_id"] for row in rows]
+
+
+# Each order is that of an index, so that the planner has no reason to read the table: see LOOK.
 HAS_WORK = """
-SELECT EXISTS (SELECT FROM tasks WHERE due)
-    OR EXISTS (SELECT FROM tasks WHERE status = 'PENDING' AND NOT due)
-    OR EXISTS (SELECT FROM tasks WHERE status = 'RUNNING') AS has_work
+SELECT coalesce(
+    (SELECT task_id FROM tasks WHERE status = 'RUNNING' ORDER BY task_id LIMIT 1),
+    (SELECT task_id FROM tasks WHERE due AND NOT alone
+     ORDER BY requested_route, tenant, priority DESC, task_id LIMIT 1),
+    (SELECT task_id FROM tasks WHERE due AND alone ORDER BY task_id LIMIT 1),
+    (SELECT task_id FROM tasks WHERE status = 'PENDING' AND NOT due
+     ORDER BY available_at LIMIT 1)) IS NOT NULL AS has_work
 """
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import psycopg2.extras
 
 from config import ROOT
-from db import Connection, fetch, transaction
+from connection import Connection, fetch, transaction
 from errors import SchemaOutdated
 
 SCHEMA = ROOT / "schema.sql"
@@ -50,10 +50,7 @@ def ensure_schema(conn: Connection) -> None:
             "run: python admin.py migrate"
         )
     if version > wanted:
-        raise SchemaOutdated(
-            f"the database's schema is version {version}, newer than this program's {wanted}; "
-            "update this program"
-        )
+        raise SchemaOutdated(_too_new(version))
 
 
 def migrate(conn: Connection, migrations: Path = MIGRATIONS) -> list[int]:
@@ -65,8 +62,11 @@ def migrate(conn: Connection, migrations: Path = MIGRATIONS) -> list[int]:
     if before is None:
         _install_if_allowed(conn, only_when_empty=False)
         return [wanted_version()]
+    steps = _numbered(migrations)
+    if before > max([wanted_version(), *(version for version, _ in steps)]):
+        raise SchemaOutdated(_too_new(before))
     done = []
-    for version, file in _numbered(migrations):
+    for version, file in steps:
         with transaction(conn) as cursor:
             cursor.execute(TAKE_TURN)
             if _version(cursor) == version - 1:
@@ -106,6 +106,13 @@ def _version(cursor: psycopg2.extras.RealDictCursor) -> int:
     cursor.execute(READ_VERSION)
     (row,) = cursor.fetchall()
     return int(row["version"])
+
+
+def _too_new(version: int) -> str:
+    return (
+        f"the database's schema is version {version}, newer than this program's "
+        f"{wanted_version()}; update this program"
+    )
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:

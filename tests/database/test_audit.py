@@ -281,3 +281,25 @@ def test_a_clock_that_stands_in_one_session_runs_in_the_others(
 def test_a_lease_that_is_taken_late_in_a_transaction_is_not_born_old(conn: Connection) -> None:
     times = sql(conn, "SELECT pg_sleep(0.05); SELECT current_instant() - now() AS age")[0]
     assert times["age"] >= timedelta(seconds=0.05)
+
+
+def test_a_statement_that_changes_very_many_rows_is_audited_in_time(conn: Connection) -> None:
+    # Once the audit compared each changed row with each other: this took two minutes, and the
+    # statement was given up at its limit of half of one.
+    rows.submit(conn)
+    rows.sql(conn, CANCEL_ALL)  # the trigger's plan is made for one row and kept
+    rows.sql(
+        conn,
+        "INSERT INTO tasks (kind, payload) SELECT 'prompt', '{}' FROM generate_series(1, 30000)",
+    )
+    before = rows.sql(conn, COUNT_CANCELLED)[0]["n"]
+    rows.sql(conn, CANCEL_ALL)
+    assert rows.sql(conn, COUNT_CANCELLED) == [{"n": before + 30_000}]
+
+
+COUNT_CANCELLED = "SELECT count(*) AS n FROM audit_log WHERE reason = 'cancelled'"
+CANCEL_ALL = """
+UPDATE tasks
+SET status = 'CANCELLED', reason = 'cancelled', due = false, finished_at = current_instant()
+WHERE status = 'PENDING'
+"""

@@ -145,6 +145,8 @@ IMPOSSIBLE = [
      "idempotency_key = '', idempotency_scope = 'tasks', request_hash = '\\x00'"),
     ("priority_is_a_digit", "PENDING", "priority = -1"),
     ("priority_is_a_digit", "PENDING", "priority = 10"),
+    ("own_limits_allow_a_try", "PENDING", "max_retry = 0"),
+    ("own_limits_allow_a_try", "PENDING", "timeout_seconds = 0"),
     ("route_is_known", "PENDING", "requested_route = 'moon'"),
     ("route_is_known", "PENDING", "route = 'moon'"),
     ("route_is_known", "PENDING", "route = 'auto'"),

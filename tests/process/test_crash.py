@@ -9,6 +9,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import pytest
 
 import db
@@ -164,6 +165,8 @@ def test_a_task_that_is_lost_with_its_worker_three_times_is_a_dead_letter(
         worker = processes.worker()
         names.append(worker.name)
         fake.wait_for("poison", count=hand_out, timeout=30)
+        for child in psutil.Process(worker.pid).children():  # the last try has its own process
+            child.kill()
         worker.kill()
     last = processes.worker()
     row = queue.await_status(task_id, "FAILED")

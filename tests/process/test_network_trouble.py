@@ -8,6 +8,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import pytest
 
+import db
 from tests.support.fake_ollama import FakeOllama, answer, slow
 from tests.support.processes import Processes, eventually
 from tests.support.queue import Queue
@@ -102,18 +103,40 @@ def test_an_outcome_that_was_stored_while_its_reply_was_lost_is_not_stored_again
     queue.check()
 
 
+# A claim's COMMIT waits for whoever holds the lock.
+HOLD_COMMITS = """
+CREATE FUNCTION hold_commit() RETURNS trigger LANGUAGE plpgsql AS
+$$ BEGIN PERFORM pg_advisory_xact_lock(42); RETURN NULL; END $$;
+CREATE CONSTRAINT TRIGGER hold_commit AFTER UPDATE ON tasks DEFERRABLE INITIALLY DEFERRED
+    FOR EACH ROW WHEN (new.reason = 'claimed') EXECUTE FUNCTION hold_commit();
+SELECT 1
+"""
+HELD_COMMITS = """
+SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query = 'COMMIT'
+"""
+
+
 def test_a_claim_whose_reply_was_lost_is_a_lost_hand_out_and_no_failure(
-    processes: Processes, fake: FakeOllama, queue: Queue, proxy: TcpProxy, by_proxy: dict[str, str]
+    processes: Processes,
+    fake: FakeOllama,
+    queue: Queue,
+    connect: Callable[[], db.Connection],
+    proxy: TcpProxy,
+    by_proxy: dict[str, str],
 ) -> None:
     never = {"poll_seconds": 600, "reap_seconds": 600}
     processes.configure(worker={**SHORT, **never}, database=IMPATIENT)
-    # It hears of the task by another way, and says nothing else before it claims.
+    queue.ask(HOLD_COMMITS)
     worker = processes.worker(env={**by_proxy, "DATABASE_LISTEN_URL": queue.url})
     queue.await_idle(worker.name)
-    proxy.mute()
-    (task_id,) = queue.submit("claimed by nobody who knows")
+    with db.transaction(connect()) as cursor:
+        cursor.execute("SELECT pg_advisory_xact_lock(42)")
+        (task_id,) = queue.submit("claimed by nobody who knows")
+        eventually(lambda: queue.ask(HELD_COMMITS), what="the claim is about to be committed")
+        proxy.mute()
     queue.await_status(task_id, "RUNNING")
     eventually(lambda: "no reply from Postgres" in worker.log, what="the worker does not know it")
+    queue.ask("DROP TRIGGER hold_commit ON tasks")
     proxy.resume()
     processes.configure(worker=SHORT)
     processes.worker()

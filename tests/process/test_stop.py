@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,10 @@ from typing import Any
 import pytest
 
 from config import Settings
+from execution.routes import Routes
 from execution.runner import Runner
 from queries.leases import ClaimedTask, Lease
+from scheduler import decide_route
 from tests.support.fake_ollama import FakeOllama, answer, slow
 from tests.support.processes import Processes, Worker, eventually
 from tests.support.queue import Queue
@@ -172,18 +173,15 @@ def test_tasks_that_were_claimed_just_before_the_signal_are_handed_back(
 def test_a_task_that_is_stopped_before_its_first_step_is_handed_back_all_the_same(
     settings: Settings,
 ) -> None:
-    finished = threading.Event()
-    runner = Runner(settings, finished.set)
-    task = ClaimedTask(Lease(1, "token"), "prompt", {"prompt": "hello"}, "auto", None, 1, 1, 0)
+    routes = Routes(settings.routing, decide_route)
+    runner = Runner(settings, routes, lambda: None, lambda task, piece: None)
+    task = ClaimedTask(Lease(1, "token"), 1, "prompt", {"prompt": "hello"}, "auto", None, 1, 1, 0)
     runner.start(task, "local")
     runner.stop(task.lease)
     runner.open()  # only now: both requests are met by the same turn of its loop
-    assert finished.wait(10), "nobody will ever hear of this lease again"
-    assert [(lease, outcome.verdict) for lease, outcome in runner.take_finished()] == [
-        (task.lease, "released")
-    ]
+    finished = eventually(runner.take_finished, 10, "somebody hears of this lease again")
+    assert [(lease, outcome.verdict) for lease, outcome in finished] == [(task.lease, "released")]
     runner.close()
-    runner._loop.close()  # a worker's ends with its process
 
 
 @pytest.mark.parametrize("busy", [False, True])

@@ -118,7 +118,7 @@ class Queue:
             lambda: (
                 self.ask(
                     "SELECT 1 FROM pg_stat_activity WHERE application_name = %s"
-                    " AND query LIKE '%%SET due = true%%' AND state = 'idle'",
+                    " AND query = 'COMMIT' AND state = 'idle'",  # of its last claim
                     worker,
                 )
                 and self.ask(

@@ -7,15 +7,17 @@ by a legal INSERT or UPDATE that the audit trigger accepts.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import db
 from api.models import PromptTask
 from config import Retry
 from db import Connection, NewTask, Row
-from queries import leases
-from queries.leases import Claim, ClaimedTask, Lease, Outcome, Settled
+from queries import claims, leases
+from queries.claims import Look, Wanted
+from queries.leases import ClaimedTask, Lease, Outcome, Settled
 
 RETRY = Retry()
 LEASE_SECONDS = 30.0
@@ -67,10 +69,47 @@ def submit(conn: Connection, **fields: Any) -> int:
     return db.submit_task(conn, new_task(**fields)).task_id
 
 
-def claim(conn: Connection, slots: int = 1, worker: str = "w1", **others: Any) -> Claim:
-    """One look at the queue by `worker`."""
-    asked = {"lease_seconds": LEASE_SECONDS, "depth_wanted": 5, **others}
-    return leases.claim_tasks(conn, worker, slots, **asked)
+class Everything:
+    """A claim policy: whatever is due, on route local."""
+
+    has_limits = False
+
+    def __init__(self, depth_that_matters: int = 5) -> None:
+        self.depth_that_matters = depth_that_matters
+        self.depth = 0  # as the choice of routes saw it
+
+    def wanted(self, look: Look) -> tuple[list[Wanted], dict[str, int | None]]:
+        self.depth = look.depth
+        return [Wanted(route, "all") for route in ("auto", "local", "cloud", "none")], {}
+
+    def choose(self, tasks: Sequence[ClaimedTask], depth: int) -> list[str | None]:
+        self.depth = depth
+        return ["local" for _ in tasks]
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """What one look at the queue brought."""
+
+    tasks: list[ClaimedTask]
+    depth: int  # besides this batch
+    next_due_seconds: float | None
+    last_tenant: str | None
+
+
+def claim(
+    conn: Connection,
+    slots: int = 1,
+    worker: str = "w1",
+    lease_seconds: float = LEASE_SECONDS,
+    depth_wanted: int = 5,
+    after_tenant: str = "",
+) -> Claimed:
+    """One look at the queue by `worker`, which takes whatever is due."""
+    policy = Everything(depth_wanted)
+    found = claims.claim_tasks(conn, worker, slots, lease_seconds, policy, after_tenant)
+    tasks = [task for task, _ in found.tasks]
+    return Claimed(tasks, policy.depth, found.look.next_due_seconds, found.last_tenant)
 
 
 def claimed(conn: Connection, worker: str = "w1", **fields: Any) -> ClaimedTask:
@@ -80,8 +119,11 @@ def claimed(conn: Connection, worker: str = "w1", **fields: Any) -> ClaimedTask:
 
 
 def claim_only(conn: Connection, task_id: int, worker: str = "w1") -> ClaimedTask:
-    """RUNNING again: claim the one task that is due."""
-    (task,) = claim(conn, 2, worker).tasks
+    """RUNNING again: claim the one task that is due, a suspect as well."""
+    policy = Everything()
+    tasks = claim(conn, 2, worker).tasks
+    tasks += [task for task, _ in claims.claim_alone(conn, worker, LEASE_SECONDS, policy).tasks]
+    (task,) = tasks
     assert task.task_id == task_id
     return task
 

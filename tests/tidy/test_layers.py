@@ -1,4 +1,4 @@
-"""Imports go one way: entry points, then api and execution, then queries, then db, then config."""
+"""Imports go one way: entry points, then api and execution, then queries, then db, then connection, then config."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ ALLOWED: dict[str, set[str]] = {
     "states": set(),
     "logs": set(),
     "config": set(),
-    "db": {"config", "errors", "states"},
-    "queries": {"config", "db", "errors", "states", "queries"},
+    "connection": {"config", "errors"},
+    "db": {"config", "connection", "errors", "states"},
+    "queries": {"config", "connection", "db", "errors", "states", "queries"},
     "execution": {"config", "errors", "logs", "queries", "execution"},
     "api": {"config", "db", "errors", "states", "logs", "queries", "api"},
     "main": {"config", "db", "errors", "states", "api"},
-    "scheduler": {"config", "db", "errors", "logs", "queries", "execution"},
+    "worker": {"config", "db", "errors", "logs", "queries", "worker"},
+    "scheduler": {"config", "db", "errors", "logs", "queries", "execution", "worker"},
     "admin": {"config", "db", "errors", "logs", "queries"},
     "local": {"config", "local"},
 }

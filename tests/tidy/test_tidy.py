@@ -18,11 +18,9 @@ NOT_OURS = {".venv", ".local", ".git", "node_modules"}
 LONGEST_FUNCTION = 70
 LONGEST_FILE = 450
 # File: its own limit, and why it has one.
-LONGER_FILES = {
-    "scheduler.py": 540,  # design.md: one worker process, readable top to bottom
-}
+LONGER_FILES: dict[str, int] = {}
 # Rooms and files whose business it is.
-MAY_HOLD_SQL = ("db.py", "queries/", "local/")
+MAY_HOLD_SQL = ("connection.py", "db.py", "queries/", "local/")
 MAY_ASK_THE_CLOCK = ("local/ollama_app.py",)  # Ollama's API says when an answer was created
 MAY_PRINT = ("local/output.py",)
 

@@ -1,0 +1,70 @@
+"""What a user does to tasks: submit many at once, cancel, requeue."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Response
+
+from api.models import Batch, BatchStatus, Problem, TaskStatus
+from api.requests import IdempotencyKey, idempotency, mark_replay, new_task, refused_fields
+from api.services import Services
+from api.tenants import Tenant
+from config import Limits
+from db import NewTask
+from errors import FieldRefused
+from queries.operations import cancel_task, requeue_task, submit_batch
+from states import Status
+
+router = APIRouter(
+    tags=["tasks"],
+    responses={status: {"model": Problem} for status in (400, 404, 409, 422, 503)},
+)
+
+
+@router.post("/tasks/batch", status_code=201)
+def post_batch(
+    body: Batch,
+    response: Response,
+    services: Services,
+    tenant: Tenant,
+    idempotency_key: IdempotencyKey = None,
+) -> BatchStatus:
+    """Submit up to limits.max_batch_tasks tasks: all of them are stored, or none is."""
+    tasks = batch_tasks(body, tenant, idempotency_key, services.settings.limits)
+    stored = services.database.run(submit_batch, tasks)
+    mark_replay(response, stored[0])
+    shown = [TaskStatus(task_id=one.task_id, status=Status(one.status)) for one in stored]
+    return BatchStatus(tasks=shown)
+
+
+@router.delete("/tasks/{task_id}", responses={202: {"model": TaskStatus}})
+def delete_task(task_id: str, response: Response, services: Services, tenant: Tenant) -> TaskStatus:
+    """Cancel a task: 200 if it is CANCELLED now, 202 while its worker still has to stop it."""
+    cancelled = services.database.run(cancel_task, tenant, task_id)
+    if cancelled.status is Status.RUNNING:
+        response.status_code = 202
+    return TaskStatus(task_id=cancelled.task_id, status=cancelled.status)
+
+
+@router.post("/tasks/{task_id}/requeue")
+def post_requeue(task_id: str, services: Services, tenant: Tenant) -> TaskStatus:
+    """Run a dead letter again, now and with fresh counters."""
+    requeued = services.database.run(requeue_task, tenant, task_id)
+    return TaskStatus(task_id=requeued.task_id, status=requeued.status)
+
+
+# --- helpers of the routes above -------------------------------------------------------------
+
+
+def batch_tasks(body: Batch, tenant: str, key: str | None, limits: Limits) -> list[NewTask]:
+    """The tasks of a batch, the first with the key of all; FieldRefused names item and field."""
+    if len(body.tasks) > limits.max_batch_tasks:
+        most = f"at most {limits.max_batch_tasks} (limits.max_batch_tasks)"
+        raise FieldRefused("tasks", f"{most}, and these are {len(body.tasks)}")
+    for index, item in enumerate(body.tasks):
+        for refused in refused_fields(item, limits):
+            raise FieldRefused(f"tasks.{index}.{refused.field}", str(refused))
+    first, *rest = body.tasks
+    return [
+        new_task(first, tenant, **idempotency("batch", key, body)),
+        *(new_task(item, tenant) for item in rest),
+    ]

@@ -1,0 +1,165 @@
+"""Connections to Postgres: one statement or several as a transaction, and LISTEN.
+
+A connection is in autocommit mode and has no session state, so that DATABASE_URL may point at
+a transaction pooler. `fetch` runs one statement as one transaction in one round trip;
+`transaction` spans several. No wait is endless: every wait for the server has a limit, and the
+connection that exceeded it is given up.
+"""
+
+from __future__ import annotations
+
+import math
+import select
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import psycopg2
+import psycopg2.errors
+import psycopg2.extensions
+import psycopg2.extras
+
+from config import DatabaseSettings
+from errors import DatabaseUnavailable
+
+Row = dict[str, Any]
+Cursor = psycopg2.extras.RealDictCursor  # its rows are dicts
+
+
+class Connection(psycopg2.extensions.connection):
+    """A connection that knows how long its owner waits for the server."""
+
+    reply_timeout_seconds: float = 30.0
+    lock_timeout_seconds: float = 5.0
+
+
+# The shortest limit that a connection can have; in between, only a reply or a signal wakes.
+LOOK_AGAIN_SECONDS = 0.1
+
+
+def _wait_with_a_limit(conn: psycopg2.extensions.connection) -> None:
+    """psycopg2's wait callback: poll the socket instead of sitting in libpq.
+
+    So Python's signal handlers run at once, and a server that stalls, or a half-open socket,
+    costs `reply_timeout_seconds` and not for ever. Raising here closes the connection.
+    """
+    began = time.monotonic()
+    while (state := conn.poll()) != psycopg2.extensions.POLL_OK:
+        events = select.POLLIN if state == psycopg2.extensions.POLL_READ else select.POLLOUT
+        poller = select.poll()
+        poller.register(conn.fileno(), events)
+        while not poller.poll(LOOK_AGAIN_SECONDS * 1000):
+            # Looked at anew each time: a process that is told to stop shortens it.
+            limit = conn.reply_timeout_seconds if isinstance(conn, Connection) else math.inf
+            if time.monotonic() - began >= limit:
+                raise psycopg2.OperationalError(f"no reply from Postgres in {limit:g} s")
+
+
+# Answers of Postgres that say nothing about the statement: the server is stopping, full, a
+# standby, or somebody holds the row. Everything else psycopg2 raises is a fault of ours.
+UNAVAILABLE = (
+    psycopg2.OperationalError,
+    psycopg2.InterfaceError,
+    psycopg2.errors.ReadOnlySqlTransaction,
+)
+
+
+# "Program limit exceeded" is such a fault, though psycopg2 takes it for an OperationalError.
+TOO_LARGE_CLASS = "54"
+
+
+@contextmanager
+def unavailable_in_plain_words() -> Iterator[None]:
+    """Turn the driver's ways to say "not now" into DatabaseUnavailable."""
+    try:
+        yield
+    except UNAVAILABLE as failed:
+        if (failed.pgcode or "").startswith(TOO_LARGE_CLASS):
+            raise
+        reason = str(failed).strip().split("\n")[0] or type(failed).__name__
+        raise DatabaseUnavailable(f"the database cannot be used now: {reason}") from failed
+
+
+def connect(url: str, settings: DatabaseSettings, application: str) -> Connection:
+    """Open a connection in autocommit mode; DatabaseUnavailable if that is not possible."""
+
+    # The callback is the whole process's: a program that only imports this module to submit
+    # over a connection of its own keeps its own way of waiting.
+    psycopg2.extensions.set_wait_callback(_wait_with_a_limit)
+
+    class Configured(Connection):
+        # While it connects, the wait callback sees the class; afterwards the instance.
+        reply_timeout_seconds = settings.connect_timeout_seconds
+        lock_timeout_seconds = settings.lock_timeout_seconds
+
+    with unavailable_in_plain_words():
+        conn: Connection = psycopg2.connect(
+            url,
+            connection_factory=Configured,
+            application_name=application,
+            client_encoding="utf8",
+            keepalives_idle=10,
+            keepalives_interval=3,
+            keepalives_count=3,
+            tcp_user_timeout=15_000,
+        )
+        conn.autocommit = True
+    conn.reply_timeout_seconds = settings.reply_timeout_seconds
+    return conn
+
+
+def _local_timeouts(conn: Connection) -> str:
+    """Limits of one transaction; the server's own end just before ours."""
+    return (
+        f"SET LOCAL lock_timeout = {int(conn.lock_timeout_seconds * 1000)};"
+        f"SET LOCAL statement_timeout = {int(conn.reply_timeout_seconds * 900)};"
+    )
+
+
+def fetch(conn: Connection, statement: str, values: Mapping[str, Any] | None = None) -> list[Row]:
+    """Run `statement` as one transaction, in one round trip, and return its rows."""
+    with unavailable_in_plain_words(), _cursor(conn) as cursor:
+        # Several statements in one message are one implicit transaction.
+        cursor.execute(_local_timeouts(conn) + statement, values or {})
+        return [dict(row) for row in cursor] if cursor.description else []
+
+
+@contextmanager
+def transaction(conn: Connection, mode: str = "") -> Iterator[Cursor]:
+    """BEGIN with that mode; the block; COMMIT, or ROLLBACK if the block raises."""
+    with unavailable_in_plain_words(), _cursor(conn) as cursor:
+        cursor.execute(f"BEGIN {mode};" + _local_timeouts(conn))
+        try:
+            yield cursor
+        except BaseException:
+            if not conn.closed:
+                cursor.execute("ROLLBACK")
+            raise
+        cursor.execute("COMMIT")
+
+
+def _cursor(conn: Connection) -> Cursor:
+    return conn.cursor(cursor_factory=Cursor)
+
+
+def listen(url: str, settings: DatabaseSettings, application: str, *channels: str) -> Connection:
+    """A direct connection that hears `channels`; the caller reads what was said before."""
+    conn = connect(url, settings, application)
+    with unavailable_in_plain_words(), _cursor(conn) as cursor:
+        cursor.execute(";".join(f"LISTEN {channel}" for channel in channels))
+    return conn
+
+
+def heard(conn: Connection) -> list[tuple[str, str]]:
+    """Channel and payload of what has arrived on a listening connection, without waiting."""
+    with unavailable_in_plain_words():
+        conn.poll()
+    arrived = [(notification.channel, notification.payload) for notification in conn.notifies]
+    conn.notifies.clear()
+    return arrived
+
+
+def ping(conn: Connection) -> None:
+    """Ask the server for nothing; DatabaseUnavailable if it does not answer."""
+    fetch(conn, "SELECT 1")

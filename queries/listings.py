@@ -1,0 +1,189 @@
+"""Lists, newest first and page by page, and the figures of /stats. Nothing here changes a row.
+
+A page begins after the number on which the page before it ended: what is inserted meanwhile
+shifts nothing. No statement sorts or counts more than it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from connection import Connection, Row, fetch
+from db import LARGEST_ID, SELECT_TASK
+from states import Kind, Status
+
+# A page of tasks ends early when their results, as stored, pass this: 200 of 16 MB are too many.
+MOST_RESULT_BYTES = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Page:
+    """Some rows of a list; `next_after`: the number to go on after, None at the end."""
+
+    rows: list[Row]
+    next_after: int | None
+
+
+# The middle and the end of two lists: `found` holds one number more than the page may have.
+END_OF_PAGE = """
+measured AS (
+    SELECT t.task_id,
+           row_number() OVER newest_first AS place,
+           lead(t.task_id) OVER newest_first IS NOT NULL AS has_more,
+           sum(coalesce(pg_column_size(t.result), 0)) OVER newest_first
+               - coalesce(pg_column_size(t.result), 0) AS bytes_before
+    FROM found JOIN tasks t USING (task_id)
+    WINDOW newest_first AS (ORDER BY t.task_id DESC)
+),
+page AS (
+    SELECT task_id, has_more FROM measured
+    WHERE place <= %(limit)s AND bytes_before <= %(most_bytes)s
+)
+"""
+
+FROM_PAGE = """
+    , page.has_more
+FROM page JOIN tasks t USING (task_id)
+ORDER BY t.task_id DESC
+"""
+
+# The newest of each kind and status, each from its own stretch of the index; of those the newest.
+# Rows are compared whole, since only one index has that order: with `kind = …` the planner may
+# hope to meet enough of a rare kind on its way down the primary key.
+NEWEST_TASKS = """
+WITH found AS (
+    SELECT newest.task_id
+    FROM unnest(%(kinds)s::text[]) AS asked_kind(kind)
+    CROSS JOIN unnest(%(statuses)s::text[]) AS asked_status(status)
+    CROSS JOIN LATERAL (
+        SELECT task_id FROM tasks
+        WHERE (tenant, kind, status, task_id)
+            > (%(tenant)s, asked_kind.kind, asked_status.status::task_status, 0)
+          AND (tenant, kind, status, task_id)
+            < (%(tenant)s, asked_kind.kind, asked_status.status::task_status, %(before)s)
+        ORDER BY tenant DESC, kind DESC, status DESC, task_id DESC
+        LIMIT %(limit)s + 1) AS newest
+    ORDER BY newest.task_id DESC
+    LIMIT %(limit)s + 1
+),
+"""
+LIST_TASKS = NEWEST_TASKS + END_OF_PAGE + SELECT_TASK + FROM_PAGE
+
+
+def list_tasks(
+    conn: Connection,
+    tenant: str,
+    *,
+    status: Status | None,
+    kind: Kind | None,
+    limit: int,
+    before: int | None,
+    present_seconds: float,
+) -> Page:
+    """The tenant's tasks with numbers below `before`, newest first; no runs."""
+    values = {
+        "tenant": tenant,
+        "statuses": [status] if status else list(Status),
+        "kinds": [kind] if kind else list(Kind),
+        "limit": limit,
+        "before": before or LARGEST_ID,
+        "most_bytes": MOST_RESULT_BYTES,
+        "present_seconds": present_seconds,
+    }
+    return _page_of_tasks(fetch(conn, LIST_TASKS, values))
+
+
+NEWEST_DEAD_LETTERS = """
+WITH found AS (
+    SELECT task_id FROM tasks
+    WHERE tenant = %(tenant)s AND task_id < %(before)s
+      AND status = 'FAILED' AND kind <> 'run' AND reason <> 'rejected'
+    ORDER BY task_id DESC
+    LIMIT %(limit)s + 1
+),
+"""
+LIST_DEAD_LETTERS = NEWEST_DEAD_LETTERS + END_OF_PAGE + SELECT_TASK + FROM_PAGE
+
+
+def list_dead_letters(
+    conn: Connection, tenant: str, *, limit: int, before: int | None, present_seconds: float
+) -> Page:
+    """The tenant's FAILED tasks, newest first, without runs and rejected approvals."""
+    values = {
+        "tenant": tenant,
+        "limit": limit,
+        "before": before or LARGEST_ID,
+        "most_bytes": MOST_RESULT_BYTES,
+        "present_seconds": present_seconds,
+    }
+    return _page_of_tasks(fetch(conn, LIST_DEAD_LETTERS, values))
+
+
+def _page_of_tasks(rows: list[Row]) -> Page:
+    return Page(rows, rows[-1]["task_id"] if rows and rows[-1]["has_more"] else None)
+
+
+LIST_TRANSITIONS = """
+SELECT id, task_id, run_id, step, from_status::text, to_status::text, reason, at, worker, attempt,
+       detail
+FROM audit_log
+WHERE task_id = %(task_id)s AND id > %(after)s
+ORDER BY id
+LIMIT %(limit)s + 1
+"""
+
+
+def list_transitions(conn: Connection, task_id: int, *, limit: int, after: int | None) -> Page:
+    """What happened to a task, oldest first, after the entry of that number."""
+    rows = fetch(conn, LIST_TRANSITIONS, {"task_id": task_id, "after": after or 0, "limit": limit})
+    page = rows[:limit]
+    return Page(page, page[-1]["id"] if len(rows) > limit else None)
+
+
+# One row, each figure from the index that holds just such tasks. A delayed task whose time has
+# come is due, whether or not a worker has marked it so.
+READ_QUEUE = """
+SELECT
+    (SELECT count(*) FROM tasks
+     WHERE due AND NOT alone AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s))
+    + (SELECT count(*) FROM tasks
+       WHERE due AND alone AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s))
+    + (SELECT count(*) FROM tasks
+       WHERE status = 'PENDING' AND NOT due AND available_at <= (SELECT current_instant())
+         AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)) AS depth,
+    (SELECT count(*) FROM tasks
+     WHERE status = 'PENDING' AND NOT due AND available_at > (SELECT current_instant())
+       AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)) AS delayed,
+    (SELECT count(*) FROM tasks
+     WHERE status = 'RUNNING' AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)) AS running,
+    (SELECT count(*) FROM tasks
+     WHERE status = 'FAILED' AND kind <> 'run' AND reason <> 'rejected'
+       AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)) AS dead_letters
+"""
+
+
+def read_queue(conn: Connection, tenant: str | None = None) -> Row:
+    """depth (due and waiting), delayed, running, dead_letters; of all tenants: None."""
+    return fetch(conn, READ_QUEUE, {"tenant": tenant})[0]
+
+
+LIST_WORKERS = """
+SELECT name, concurrency, running, paused_routes, started_at, seen_at
+FROM workers
+WHERE seen_at > current_instant() - make_interval(secs => %(present_seconds)s)
+ORDER BY started_at, name
+"""
+
+
+def list_workers(conn: Connection, present_seconds: float) -> list[Row]:
+    """The workers that were seen lately, the longest running first."""
+    return fetch(conn, LIST_WORKERS, {"present_seconds": present_seconds})
+
+
+def paused_routes(workers: Sequence[Row]) -> dict[str, str]:
+    """Every route that one of these workers finds closed, with the word of the last seen."""
+    paused: dict[str, str] = {}
+    for worker in sorted(workers, key=lambda worker: worker["seen_at"]):
+        paused.update(worker["paused_routes"])
+    return dict(sorted(paused.items()))

@@ -1,0 +1,134 @@
+"""The stream of transitions: none missing, none twice, whatever the order of commits."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+import db
+from queries.events import Position, here, position_of, read_events
+
+Connect = Callable[[], db.Connection]
+
+RUN = 7  # the root of all rows here; the audit log asks for no task behind it
+
+APPEND = """
+INSERT INTO audit_log (root_id, task_id, tenant, to_status, reason, attempt)
+VALUES (%(root)s, %(task)s, 'default', 'PENDING', 'created', 0)
+"""
+
+
+def append(conn: db.Connection, task: int) -> None:
+    db.fetch(conn, APPEND, {"root": RUN, "task": task})
+
+
+def begin(conn: db.Connection) -> None:
+    db.fetch(conn, "COMMIT; BEGIN")
+
+
+def read_all(conn: db.Connection, after: Position) -> list[tuple[int, Position]]:
+    """Everything that is new, with the position behind each."""
+    found: list[tuple[int, Position]] = []
+    while True:
+        batch = read_events(conn, RUN, after)
+        assert batch is not None
+        found += [(row["task_id"], place) for row, place in batch.events]
+        after = batch.end
+        if not batch.is_full:
+            return [*found, (0, after)]
+
+
+def test_a_row_that_commits_late_is_read_late_and_not_skipped(
+    conn: db.Connection, connect: Connect
+) -> None:
+    slow, fast = connect(), connect()
+    start = here(conn)
+    slow.autocommit = False
+    with db.transaction(slow):
+        append(slow, 1)
+        append(fast, 2)
+        first, (_, after_first) = read_all(conn, start)
+        assert first[0] == 2
+    second, (_, end) = read_all(conn, after_first)
+    assert second[0] == 1
+    assert read_all(conn, end)[:-1] == []
+
+
+def test_a_reader_may_stop_behind_any_row_and_resume_without_gap_or_repeat(
+    conn: db.Connection, connect: Connect
+) -> None:
+    slow = connect()
+    start = here(conn)
+    append(conn, 1)
+    with db.transaction(slow):
+        append(slow, 2)
+        for task in (3, 4, 5):
+            append(conn, task)
+        early = read_all(conn, start)
+    assert [task for task, _ in early[:-1]] == [1, 3, 4, 5]
+    for count, (_, place) in enumerate(early[:-1], start=1):
+        rest = [task for task, _ in read_all(conn, place)[:-1]]
+        assert sorted(rest) == sorted({2, 3, 4, 5} - {task for task, _ in early[:count]})
+        assert len(rest) == len(set(rest))
+
+
+def test_fifty_writers_that_commit_out_of_order_leave_no_gap_and_no_repeat(
+    conn: db.Connection, connect: Connect
+) -> None:
+    seed = random.randrange(10**6)
+    chance = random.Random(seed)
+    delays = [chance.random() / 50 for _ in range(200)]
+    start = here(conn)
+
+    def write(writer: int) -> None:
+        own = connect()
+        for number in range(4):
+            with db.transaction(own):
+                append(own, writer * 10 + number + 1)
+                ended.wait(delays[(writer * 4 + number) % 200])
+
+    ended = threading.Event()
+    writers = [threading.Thread(target=write, args=(n,)) for n in range(50)]
+    for writer in writers:
+        writer.start()
+    seen: list[int] = []
+    position = start
+    while any(writer.is_alive() for writer in writers):
+        *rows, (_, position) = read_all(conn, position)
+        seen += [task for task, _ in rows]
+    *rows, _ = read_all(conn, position)
+    seen += [task for task, _ in rows]
+    expected = sorted(writer * 10 + number + 1 for writer in range(50) for number in range(4))
+    assert sorted(seen) == expected, f"seed {seed}"
+
+
+def test_more_rows_than_a_batch_holds_come_in_several(conn: db.Connection) -> None:
+    start = here(conn)
+    db.fetch(
+        conn,
+        """INSERT INTO audit_log (root_id, task_id, tenant, to_status, reason, attempt)
+           SELECT %(root)s, n, 'default', 'PENDING', 'created', 0
+           FROM generate_series(1, 1234) AS n""",
+        {"root": RUN},
+    )
+    assert [task for task, _ in read_all(conn, start)[:-1]] == list(range(1, 1235))
+
+
+def test_a_cursor_carries_its_position(conn: db.Connection) -> None:
+    position = here(conn)
+    assert position_of(position.as_cursor()) == position
+
+
+def test_what_is_no_cursor_is_no_position() -> None:
+    for nonsense in ("", "x", "é", "MQ==", "a" * 5000, "%%%"):
+        assert position_of(nonsense) is None
+
+
+def test_a_position_of_another_cluster_or_of_the_future_cannot_be_used(conn: db.Connection) -> None:
+    now = here(conn)
+    foreign = Position("1", now.before, now.now)
+    ahead = Position(now.cluster, "9:999999999:", "9:999999999:")
+    crooked = Position(now.cluster, "9:1:", "9:1:")
+    for unusable in (foreign, ahead, crooked):
+        assert read_events(conn, RUN, unusable) is None

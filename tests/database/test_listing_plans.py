@@ -1,0 +1,146 @@
+"""Every list reads by an index what it shows and no more, also with statistics that are stale."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import db
+from db import Connection
+from queries import listings, operations
+from states import Kind, Status
+from tests.conftest import administrator, fresh_database, settings_for
+
+LIMIT = 20
+
+# Finished tasks of one tenant among those of others; what one looks for is rare or old. Without
+# the triggers, which are made for statements of a few hundred rows.
+FILL = """
+ALTER TABLE tasks DISABLE TRIGGER USER;
+INSERT INTO tasks (
+    tenant, kind, payload, status, reason, due, result, last_error, finished_at,
+    batch_id, idempotency_scope, idempotency_key, request_hash)
+SELECT CASE WHEN n % 4 = 0 THEN 'tenant-' || n % 20 ELSE 'default' END, 'prompt',
+       '{"prompt": "p"}', s.status::task_status, s.reason, s.status = 'PENDING',
+       CASE s.status WHEN 'SUCCEEDED' THEN '{"text": "done"}'::jsonb END,
+       CASE s.status WHEN 'FAILED' THEN 'it went wrong' END,
+       CASE WHEN s.status <> 'PENDING' THEN current_instant() END,
+       CASE WHEN n BETWEEN 2 AND 9 THEN 1 END,
+       CASE WHEN n % 7 = 1 THEN 'batch' END, CASE WHEN n % 7 = 1 THEN n::text END,
+       CASE WHEN n % 7 = 1 THEN 'x'::bytea END
+FROM generate_series(1, 80000) AS n CROSS JOIN LATERAL (VALUES
+    (CASE WHEN n < 500 THEN 'FAILED' WHEN n % 1000 = 7 THEN 'PENDING' ELSE 'SUCCEEDED' END,
+     CASE WHEN n < 500 THEN 'permanent' WHEN n % 1000 = 7 THEN 'created' ELSE 'succeeded' END)
+) AS s(status, reason);
+INSERT INTO tasks (kind, payload, status, due)
+SELECT 'approval', '{}', 'AWAITING_APPROVAL', false FROM generate_series(1, 30);
+ALTER TABLE tasks ENABLE TRIGGER USER;
+INSERT INTO audit_log (root_id, task_id, tenant, to_status, reason, attempt)
+SELECT task_id, task_id, tenant, status, reason, 1 FROM tasks CROSS JOIN generate_series(1, 3);
+"""
+
+
+@pytest.fixture(scope="module", params=["analyzed", "stale"])
+def filled(request: pytest.FixtureRequest, server_url: str) -> Iterator[Connection]:
+    """A table with many rows, of which the planner knows all or nothing."""
+    with fresh_database(server_url) as url:
+        with administrator(url) as cursor:
+            cursor.execute("ALTER TABLE tasks SET (autovacuum_enabled = false)")
+            if request.param == "stale":
+                cursor.execute("ANALYZE tasks, audit_log")  # while they are empty
+            cursor.execute(FILL)
+            if request.param == "analyzed":
+                cursor.execute("ANALYZE tasks, audit_log")
+        with contextlib.closing(db.connect(url, settings_for(url).database, "test")) as conn:
+            yield conn
+
+
+def nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield plan
+    for child in plan.get("Plans", []):
+        yield from nodes(child)
+
+
+def rows_touched(node: dict[str, Any]) -> int:
+    """What a scan read, whether it passed it on or not."""
+    read = node["Actual Rows"] + node.get("Rows Removed by Filter", 0)
+    return int(read * node["Actual Loops"])
+
+
+def check_reads_little(conn: Connection, statement: str, values: dict[str, Any], most: int) -> None:
+    explained = db.fetch(conn, "EXPLAIN (ANALYZE, FORMAT JSON) " + statement, values)
+    plan = explained[0]["QUERY PLAN"][0]["Plan"]
+    for node in nodes(plan):
+        if "Relation Name" in node or node["Node Type"].startswith("Bitmap Index"):
+            # A table scan is right where there is nothing: in next month's partition.
+            assert node["Node Type"] != "Seq Scan" or not rows_touched(node), plan
+            assert rows_touched(node) <= most, node
+        if node["Node Type"].endswith("Sort"):
+            assert rows_touched(node) <= most, node
+
+
+PAGE = {
+    "tenant": "default",
+    "limit": LIMIT,
+    "before": db.LARGEST_ID,
+    "most_bytes": 2**20,
+    "present_seconds": 30,
+}
+ALL = {"statuses": list(Status), "kinds": list(Kind)}
+
+
+@pytest.mark.parametrize("before", [db.LARGEST_ID, 30_000, 400])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ALL,
+        {**ALL, "kinds": ["approval"]},
+        *({**ALL, "statuses": [status]} for status in Status),
+        {"statuses": ["FAILED"], "kinds": ["prompt"]},
+    ],
+    ids=lambda asked: f"{len(asked['kinds'])} kinds {' '.join(asked['statuses'])}",
+)
+def test_a_page_of_tasks_reads_no_more_than_a_page_of_each_status(
+    filled: Connection, asked: dict[str, Any], before: int
+) -> None:
+    most = (LIMIT + 1) * 4  # of this table four groups of kind and status are filled
+    values = {**PAGE, **asked, "before": before}
+    check_reads_little(filled, listings.LIST_TASKS, values, most)
+
+
+@pytest.mark.parametrize("before", [db.LARGEST_ID, 400])
+def test_a_page_of_dead_letters_reads_a_page(filled: Connection, before: int) -> None:
+    check_reads_little(filled, listings.LIST_DEAD_LETTERS, {**PAGE, "before": before}, LIMIT + 1)
+
+
+@pytest.mark.parametrize("after", [0, 100_000])
+def test_a_page_of_the_audit_reads_one_task(filled: Connection, after: int) -> None:
+    values = {"task_id": 4711, "after": after, "limit": LIMIT}
+    check_reads_little(filled, listings.LIST_TRANSITIONS, values, 3)
+
+
+def test_the_queue_is_counted_by_the_indexes_that_hold_nothing_else(filled: Connection) -> None:
+    check_reads_little(filled, listings.READ_QUEUE, {"tenant": None}, 600)
+
+
+@pytest.mark.parametrize(
+    "reference", [{"number": 4711, "name": None}, {"number": None, "name": "x"}]
+)
+def test_one_task_is_found_by_its_index(filled: Connection, reference: dict[str, Any]) -> None:
+    values = {**PAGE, **reference}
+    check_reads_little(filled, operations.FIND_TASK, values, 1)
+    check_reads_little(filled, db.GET_TASK, values, 1)
+
+
+def test_a_batch_is_found_by_its_key(filled: Connection) -> None:
+    values = {"tenant": "default", "scope": "batch", "key": "1"}
+    check_reads_little(filled, operations.BATCH_OF_KEY, values, 9)
+
+
+def test_the_check_itself_sees_a_list_that_reads_everything(filled: Connection) -> None:
+    unindexed = "SELECT task_id FROM tasks WHERE tenant = 'default' ORDER BY created_at LIMIT 20"
+    with pytest.raises(AssertionError):
+        check_reads_little(filled, unindexed, {}, 100)

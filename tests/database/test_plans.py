@@ -1,0 +1,285 @@
+"""Every statement is one that Postgres accepts, and no hot one reads more than it has to.
+
+The table holds a backlog of every sort at once, and the planner knows all of it or, with
+statistics from when the table was empty, none. What a statement costs is counted in pages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg2.errors
+import pytest
+
+import db
+from config import ROOT
+from db import Connection, Row
+from queries import claims, events, leases, listings, operations
+from queries.leases import Outcome
+from states import Kind, Status
+from tests.conftest import administrator, fresh_database, settings_for
+from tests.support import rows
+from tests.support.plans import plan_of, plans_inside_functions
+from tests.support.rows import sql
+
+# --- every statement -------------------------------------------------------------------------
+
+MODULES = ["db", *(f"queries.{file.stem}" for file in sorted((ROOT / "queries").glob("[a-z]*.py")))]
+
+
+def statements() -> dict[str, str]:
+    """The UPPER_CASE constants that are SQL, without the pieces of which others are made."""
+    texts = {
+        f"{module}.{name}": value
+        for module in MODULES
+        for name, value in vars(importlib.import_module(module)).items()
+        if name.isupper() and isinstance(value, str) and re.search(r"\s", value.strip())
+    }
+    return {
+        name: text
+        for name, text in texts.items()
+        if not any(text in other and text != other for other in texts.values())
+    }
+
+
+NO_ROWS = json.dumps([])
+A_SNAPSHOT = "1:1:"
+# By the name of the parameter: any statement that takes it can be asked for its plan with this.
+SAMPLES: dict[str, Any] = {
+    **dict.fromkeys(("tasks", "leases", "outcomes", "routes", "wanted"), NO_ROWS),
+    **dict.fromkeys(("task_id", "number", "root_id", "after", "last_id", "before", "only"), 7),
+    **dict.fromkeys(("limit", "most", "slots", "sweep_limit", "depth_limit", "most_bytes"), 4),
+    **dict.fromkeys(("max_retry", "max_delivery", "max_delay_seconds"), 3),
+    **dict.fromkeys(("lease_seconds", "spread_seconds", "present_seconds", "delay_seconds"), 1.0),
+    **dict.fromkeys(("tenant", "name", "worker", "after_tenant", "scope", "key", "prompt"), "x"),
+    "budgets": "{}",
+}
+
+
+def sample(statement: str) -> dict[str, Any]:
+    """A value for each parameter; NULL where no sample is needed for Postgres to know its type."""
+    return {name: SAMPLES.get(name) for name in re.findall(r"%\((\w+)\)s", statement)}
+
+
+def explain(conn: Connection, text: str, values: dict[str, Any]) -> None:
+    """Let Postgres plan each of the statements in a text, without running it."""
+    for one in filter(str.strip, re.split(r";\s*(?:\n|$)", text)):
+        is_setting = one.split()[0] == "SET"
+        sql(conn, one if is_setting else "EXPLAIN " + one, **values)
+
+
+OWN_SAMPLES = {"READ_EVENTS": {"before": A_SNAPSHOT, "now": A_SNAPSHOT}}
+
+
+@pytest.mark.parametrize("name", statements())
+def test_every_statement_is_one_that_postgres_accepts(conn: Connection, name: str) -> None:
+    text = statements()[name]
+    explain(conn, text, {**sample(text), **OWN_SAMPLES.get(name.split(".")[-1], {})})
+
+
+def test_a_statement_with_a_fault_would_be_seen(conn: Connection) -> None:
+    with pytest.raises(psycopg2.errors.UndefinedColumn):
+        explain(conn, "SELECT a_column FROM tasks", {})
+
+
+# --- a full table ----------------------------------------------------------------------------
+
+# Task numbers tell what a row is. In front of what can be claimed: delayed tasks of the highest
+# priority, and due ones of a route that takes no calls and of one tenant who sent very many.
+FILL = """
+ALTER TABLE tasks DISABLE TRIGGER USER;
+INSERT INTO tasks (
+    tenant, kind, payload, status, reason, due, result, last_error, finished_at, name,
+    idempotency_scope, idempotency_key, request_hash)
+SELECT 'tenant-' || n % 200, 'prompt', '{"prompt": "p"}', s.status::task_status, s.reason, false,
+       CASE s.status WHEN 'SUCCEEDED' THEN '{"text": "done"}'::jsonb END,
+       CASE s.status WHEN 'FAILED' THEN 'it went wrong' END, current_instant(),
+       CASE WHEN n % 10 = 0 THEN 'name-' || n END,
+       CASE WHEN n % 10 = 1 THEN 'tasks' END, CASE WHEN n % 10 = 1 THEN n::text END,
+       CASE WHEN n % 10 = 1 THEN 'x'::bytea END
+FROM generate_series(1, 50000) AS n CROSS JOIN LATERAL (VALUES
+    (CASE WHEN n % 100 = 0 THEN 'FAILED' ELSE 'SUCCEEDED' END,
+     CASE WHEN n % 100 = 0 THEN 'permanent' ELSE 'succeeded' END)) AS s(status, reason);
+INSERT INTO tasks (tenant, kind, payload, priority, due, available_at)
+SELECT 'tenant-' || n % 200, 'prompt', '{"prompt": "p"}', 9, false,
+       current_instant() + make_interval(mins => n - 500)
+FROM generate_series(1, 20000) AS n;
+INSERT INTO tasks (tenant, kind, payload, requested_route)
+SELECT 'a-tenant-of-a-paused-route', 'prompt', '{"prompt": "p"}', 'cloud'
+FROM generate_series(1, 60000);
+INSERT INTO tasks (tenant, kind, payload, priority)
+SELECT 'bulk', 'prompt', '{"prompt": "p"}', 9 FROM generate_series(1, 60000);
+INSERT INTO tasks (tenant, kind, payload, priority)
+SELECT 'tenant-' || n % 200, 'prompt', '{"prompt": "p"}', n % 10
+FROM generate_series(1, 10000) AS n;
+INSERT INTO tasks (kind, payload, alone) SELECT 'prompt', '{}', true FROM generate_series(1, 5);
+INSERT INTO tasks (
+    kind, payload, status, reason, due, worker, started_at, lease_token, lease_expires_at,
+    attempt, delivery_count, route)
+SELECT 'prompt', '{}', 'RUNNING', 'claimed', false, 'w1', current_instant(), gen_random_uuid(),
+       current_instant() + make_interval(mins => n - 50), 1, 1, 'local'
+FROM generate_series(1, 100) AS n;
+ALTER TABLE tasks ENABLE TRIGGER USER;
+INSERT INTO audit_log (root_id, task_id, tenant, to_status, reason, attempt)
+SELECT task_id, task_id, tenant, status, reason, 1 FROM tasks CROSS JOIN generate_series(1, 2)
+WHERE task_id <= 50000;
+"""
+
+
+@pytest.fixture(scope="module", params=["fresh", "stale"])
+def full(request: pytest.FixtureRequest, server_url: str) -> Iterator[Connection]:
+    """A full table, of which the planner knows all or nothing."""
+    with fresh_database(server_url) as url:
+        with administrator(url) as cursor:
+            cursor.execute("ALTER TABLE tasks SET (autovacuum_enabled = false)")
+            cursor.execute("ANALYZE tasks, audit_log")
+            cursor.execute(FILL)
+            if request.param == "fresh":
+                cursor.execute("ANALYZE tasks, audit_log")
+        with contextlib.closing(db.connect(url, settings_for(url).database, "test")) as conn:
+            yield conn
+
+
+SETTLED = vars(Outcome("succeeded", result={}))
+CAPS = {"max_retry": 3, "max_delay_seconds": 60}
+REAP = {"max_delivery": 3, "spread_seconds": 5, "sweep_limit": 10, "after": 0}
+LOOK = {"depth_limit": 10}
+CLAIM = {"worker": "w1", "slots": 4, "lease_seconds": 30, "budgets": "{}"}
+WANTED = json.dumps([vars(claims.Wanted(route, "all")) for route in ("none", "local", "auto")])
+RUNNING = 100
+SUBMIT = [
+    {
+        **vars(rows.new_task(tenant="tenant-7", idempotency_scope="tasks")),
+        "ordinal": n,
+        "idempotency_key": str(n),
+        "request_hash": "00",
+    }
+    for n in range(50_001, 50_021)
+]
+
+# By name: the statement, its values, the most pages it may touch, and the most rows it may sort.
+# Each changed row has an entry in several indexes: some twenty pages for a row that is claimed.
+Ask = tuple[str, dict[str, Any], int, int]
+
+
+def of_workers(leased: list[Row]) -> dict[str, Ask]:
+    first_tenant, late_tenant = {"after_tenant": ""}, {"after_tenant": "tenant-98"}
+    claim = {**CLAIM, "wanted": WANTED}
+    renew = {"leases": json.dumps(leased), "lease_seconds": 30}
+    settle = {"outcomes": json.dumps([{**SETTLED, **lease} for lease in leased]), **CAPS}
+    routes = {"routes": json.dumps([{**lease, "route": "local"} for lease in leased])}
+    return {
+        # With stale statistics, what became due is read whole and sorted: here 500 tasks.
+        "mark 100 due": (claims.MARK_DUE, {"sweep_limit": 100}, 3000, 500),
+        "look": (claims.LOOK, {**LOOK, "count_in_flight": False}, 40, 0),
+        "look, with limits": (claims.LOOK, {**LOOK, "count_in_flight": True}, 60, RUNNING),
+        "claim 4, first tenant": (claims.CLAIM_TASKS, {**claim, **first_tenant}, 500, 4),
+        "claim 4, late tenant": (claims.CLAIM_TASKS, {**claim, **late_tenant}, 500, 4),
+        "claim a suspect": (claims.CLAIM_ALONE, {**CLAIM, "requested_routes": ["auto"]}, 100, 1),
+        "note 8 routes": (claims.SET_ROUTES, routes, 120, 8),
+        "renew 8 leases": (leases.RENEW_LEASES, renew, 120, 8),
+        "settle 8": (leases.SETTLE_TASKS, settle, 400, 8),
+        "reap 10": (leases.REAP_TASKS, {**REAP, "only": None}, 400, 10),
+        "reap one": (leases.REAP_TASKS, {**REAP, "only": leased[0]["task_id"] - 90}, 100, 1),
+        "see 10 expired": (leases.EXPIRED_TASKS, {"sweep_limit": 10, "after": 0}, 30, 10),
+        "is there work": (leases.HAS_WORK, {}, 40, 0),
+    }
+
+
+def of_the_api(here: events.Position) -> dict[str, Ask]:
+    listed = {"limit": 20, "present_seconds": 30, "most_bytes": 2**20, "tenant": "tenant-7"}
+    everything = {"statuses": list(Status), "kinds": list(Kind), "before": db.LARGEST_ID}
+    dead = {**listed, "tenant": "tenant-0", "before": db.LARGEST_ID}
+    by_number = {**listed, "number": 4707, "name": None}
+    by_name = {**listed, "number": None, "name": "name-4710", "tenant": "tenant-110"}
+    batch = {"tenant": "tenant-1", "scope": "tasks", "key": "1"}
+    now = {"root_id": 4711, "before": here.now, "now": here.now, "last_id": 0, "most": 500}
+    old = {**now, "before": A_SNAPSHOT, "now": A_SNAPSHOT}
+    submit = {"tasks": json.dumps(SUBMIT)}
+    return {
+        "submit 20": (db.SUBMIT_TASKS, submit, 1000, 20),
+        "the tasks of 20 keys": (db.FIRST_OF_KEYS, submit, 160, 20),
+        "get by number": (db.GET_TASK, by_number, 120, 1),
+        "get by name": (db.GET_TASK, by_name, 120, 1),
+        "find by number": (operations.FIND_TASK, by_number, 20, 1),
+        "find by name": (operations.FIND_TASK, by_name, 20, 1),
+        "the batch of a key": (operations.BATCH_OF_KEY, batch, 20, 1),
+        "cancel": (operations.CANCEL_UNLESS_FINAL, {"task_id": 60_000}, 60, 0),
+        "requeue": (operations.REQUEUE_IF_DEAD, {"task_id": 100}, 60, 0),
+        "the newest of all": (listings.LIST_TASKS, {**listed, **everything}, 800, 63),
+        "older ones": (listings.LIST_TASKS, {**listed, **everything, "before": 30_000}, 800, 63),
+        "dead letters": (listings.LIST_DEAD_LETTERS, dead, 400, 21),
+        "audit": (listings.LIST_TRANSITIONS, {"task_id": 4711, "after": 0, "limit": 20}, 30, 2),
+        "no events": (events.READ_EVENTS, now, 30, 2),
+        "events from the beginning": (events.READ_EVENTS, old, 30, 2),
+    }
+
+
+def hot(conn: Connection) -> dict[str, Ask]:
+    leased = """
+        SELECT task_id, lease_token AS token FROM tasks
+        WHERE status = 'RUNNING' ORDER BY task_id DESC LIMIT 8
+    """
+    return {**of_workers(sql(conn, leased)), **of_the_api(events.here(conn))}
+
+
+def test_no_hot_statement_reads_a_table_sorts_a_backlog_or_touches_many_pages(
+    full: Connection,
+) -> None:
+    wrong = {}
+    for name, (statement, values, most_pages, most_sorted) in hot(full).items():
+        plan = plan_of(full, statement, values)
+        seen = plan.scans_of_whole_tables(), plan.pages, plan.most_rows_sorted()
+        if seen[0] or plan.pages > most_pages or plan.most_rows_sorted() > most_sorted:
+            wrong[name] = seen
+    assert wrong == {}
+
+
+def test_a_step_of_the_claim_from_tenant_to_tenant_reads_one_row_of_each_route(
+    full: Connection,
+) -> None:
+    """The statement inside due_tenants, with its values and, after a few, with a generic plan."""
+    with plans_inside_functions(full) as plans:
+        sql(full, "SELECT * FROM due_tenants('{none,local,auto}', 'tenant-50', 20)")
+    steps = [plan for plan in plans if len(plan.nodes) > 1]
+    assert len(steps) == 20
+    assert [plan.scans_of_whole_tables() for plan in steps if plan.scans_of_whole_tables()] == []
+    assert max(plan.pages for plan in steps) <= 40
+    assert max(plan.most_rows_read() for plan in steps) <= 3
+
+
+# What need not be fast, and why.
+NOT_HOT = {
+    "METRICS": "a figure over all tasks, read by people every few seconds",
+    "SUBMIT_OWN_TASK": "one INSERT and one look by a unique key",
+    "TAKE_TURN": "touches no table",
+    "HERE": "touches no table",
+    "LIST_WORKERS": "there are as many rows as workers",
+    "READ_QUEUE": "counts: test_listing_plans.py",
+    "READ_STATE": "once per process",
+    "READ_VERSION": "once per process",
+    "SAY_WATCHED": "touches no table",
+    "SEND_TOKENS": "touches no table",
+    "FORGET_WORKERS": "there are as many rows as workers",
+    "REPORT_WORKER": "there are as many rows as workers",
+}
+
+
+def test_every_statement_has_its_plan_looked_at_or_a_reason_why_not(full: Connection) -> None:
+    looked_at = {statement for statement, *_ in hot(full).values()}
+    names = {name for name, text in statements().items() if text not in looked_at}
+    others = {name.split(".")[-1] for name in names}
+    assert others == set(NOT_HOT)
+
+
+def test_the_checks_see_what_they_look_for(full: Connection) -> None:
+    oldest = "SELECT task_id FROM tasks ORDER BY created_at LIMIT 1"
+    plan = plan_of(full, oldest, {})
+    assert plan.scans_of_whole_tables() != []
+    assert plan.most_rows_sorted() > 100_000
+    assert plan.pages > 1000

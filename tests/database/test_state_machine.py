@@ -1,0 +1,103 @@
+"""Any order of calls, by workers who may not know that they lost: tests/support/machine.py.
+
+A failure prints the steps that led to it and its seed; STATE_MACHINE_SEED=… repeats it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from db import Connection
+from queries import leases, operations
+
+hypothesis = pytest.importorskip(
+    "hypothesis", reason="needs hypothesis: pip install -r requirements-dev.txt"
+)
+
+pytest.register_assert_rewrite("tests.support.machine")  # so that a failure shows both sides
+
+Connect = Callable[[], Connection]
+OF_THE_QUEUE = {
+    "stateful_step_count": 40,
+    "deadline": None,
+    "database": None,
+    "print_blob": True,
+    "report_multiple_bugs": False,
+    "suppress_health_check": list(hypothesis.HealthCheck),
+}
+
+
+def run_machine(connect: Connect, seed: int, **settings: Any) -> None:
+    """Play that many games, each of up to forty steps, on an empty queue."""
+    from hypothesis.stateful import run_state_machine_as_test
+
+    from tests.support.machine import QueueMachine
+
+    class Machine(QueueMachine):
+        connections = tuple(connect() for _ in range(4))
+
+    run_state_machine_as_test(
+        hypothesis.seed(seed)(Machine), settings=hypothesis.settings(**OF_THE_QUEUE, **settings)
+    )
+
+
+def test_whatever_happens_in_whatever_order_every_promise_of_the_queue_is_kept(
+    connect: Connect,
+) -> None:
+    seed = int(os.environ.get("STATE_MACHINE_SEED", random.randrange(2**32)))
+    print(f"STATE_MACHINE_SEED={seed}")  # noqa: T201
+    run_machine(connect, seed, max_examples=60)
+
+
+# Each guard, where it stands in its statement, and what the statement is like without it.
+GUARDS = {
+    "the token of a settle": (
+        leases,
+        "SETTLE_TASKS",
+        {" AND t.lease_token = o.token": "", " AND o.token = held.lease_token": ""},
+    ),
+    "the token of a heartbeat": (
+        leases,
+        "RENEW_LEASES",
+        {" AND t.lease_token = ours.token": "", "t.lease_token::text AS token": "ours.token"},
+    ),
+    "the expiry in the reaper": (
+        leases,
+        "REAP_TASKS",
+        {" AND lease_expires_at < current_instant()": ""},
+    ),
+    "the request to cancel in a settle": (
+        leases,
+        "SETTLE_TASKS",
+        {"WHEN held.cancel_requested THEN 'cancelled'": ""},
+    ),
+    "the fresh counters of a requeue": (operations, "REQUEUE_IF_DEAD", {"retry_count = 0,": ""}),
+}
+
+
+@pytest.mark.parametrize(("module", "name", "changes"), GUARDS.values(), ids=GUARDS.keys())
+def test_without_a_guard_the_same_machine_finds_what_goes_wrong(
+    connect: Connect,
+    monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType,
+    name: str,
+    changes: dict[str, str],
+) -> None:
+    statement = getattr(module, name)
+    for guard, without in changes.items():
+        assert guard in statement
+        statement = statement.replace(guard, without)
+    monkeypatch.setattr(module, name, statement)
+    with pytest.raises(AssertionError):
+        run_machine(
+            connect,
+            seed=1,
+            max_examples=200,
+            phases=[hypothesis.Phase.generate],  # no shrinking
+        )

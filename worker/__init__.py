@@ -1,0 +1,1 @@
+"""The parts of a worker process; scheduler.py puts them together."""

@@ -1,0 +1,96 @@
+"""The thread that keeps the leases of a process alive while its main thread does other things."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import db
+from config import Settings
+from logs import say
+from queries import leases
+from queries.leases import Lease
+from worker.held import Held
+from worker.sentences import log_lost
+
+logger = logging.getLogger(__name__)
+
+
+class Heartbeat(threading.Thread):
+    """Renews all leases of the process, every `heartbeat_seconds`, on its own connection.
+
+    1. renews the leases held now in one statement,
+    2. stops the work of those that are lost or asked to be cancelled,
+    3. reports that this worker lives.
+
+    When Postgres is away it tries again each second: a lease may still be ours.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        name: str,
+        held: Held,
+        stop: Callable[[Lease], None],
+        report: Callable[[db.Connection], None],
+    ) -> None:
+        super().__init__(name="heartbeat", daemon=True)
+        self._settings = settings
+        self._worker_name = name
+        self._held = held
+        self._stop_work = stop
+        self._report = report
+        self._ended = threading.Event()
+        self._conn: db.Connection | None = None
+
+    def run(self) -> None:
+        pause_seconds = 0.0
+        while not self._ended.wait(pause_seconds):
+            try:
+                self.beat_once()
+                pause_seconds = self._settings.worker.heartbeat_seconds
+            except Exception as failed:  # a heartbeat that dies costs every lease
+                say(logger, logging.WARNING, f"The heartbeat failed: {failed}.", "database_away")
+                self._disconnect()
+                pause_seconds = min(1.0, self._settings.worker.heartbeat_seconds)
+        self._disconnect()
+
+    def beat_once(self) -> None:
+        if self._conn is None or self._conn.closed:
+            self._conn = self._connect()
+        held = self._held.leases()
+        if held:
+            beat = leases.renew_leases(self._conn, held, self._settings.worker.lease_seconds)
+            for lease in held:
+                if lease in beat.lost and self._held.drop_lost(lease):
+                    log_lost(lease, self._worker_name)
+                    self._stop_work(lease)
+                elif lease in beat.cancelled:
+                    self._stop_work(lease)
+        self._report(self._conn)
+
+    def begin(self) -> None:
+        """Start beating; a second call does nothing."""
+        if self.ident is None:
+            self.start()
+
+    def end(self) -> None:
+        """Stop after the beat that is under way."""
+        self._ended.set()
+        if self.is_alive():
+            self.join()
+
+    def _connect(self) -> db.Connection:
+        settings = self._settings
+        # A beat that waits longer than this would come too late for the lease.
+        limit = settings.worker.lease_seconds / 4
+        conn = db.connect(settings.database_url, settings.database, f"{self._worker_name} beat")
+        conn.reply_timeout_seconds = min(limit, settings.database.reply_timeout_seconds)
+        conn.lock_timeout_seconds = min(limit, settings.database.lock_timeout_seconds)
+        return conn
+
+    def _disconnect(self) -> None:
+        if self._conn is not None:
+            self._conn.close()
+            self._conn = None

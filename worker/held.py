@@ -1,0 +1,46 @@
+"""The leases a process holds, shared by its main thread and its heartbeat."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from queries.leases import ClaimedTask, Lease
+
+
+class Held:
+    """Thread-safe. A lease is added by the claim and dropped once, by who knows its end first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tasks: dict[Lease, ClaimedTask] = {}
+        self._being_settled: set[Lease] = set()
+
+    def add(self, tasks: Iterable[ClaimedTask]) -> None:
+        with self._lock:
+            self._tasks.update((task.lease, task) for task in tasks)
+
+    def begin_settling(self, held: Iterable[Lease]) -> None:
+        """From here on the settle statement tells whether a lease is ours, not the heartbeat."""
+        with self._lock:
+            self._being_settled.update(held)
+
+    def drop_settled(self, lease: Lease) -> bool:
+        """Forget a lease whose outcome was written or refused; False if it was lost before."""
+        with self._lock:
+            self._being_settled.discard(lease)
+            return self._tasks.pop(lease, None) is not None
+
+    def drop_lost(self, lease: Lease) -> bool:
+        """Forget a lease that the heartbeat found gone; False if it is being settled."""
+        with self._lock:
+            if lease in self._being_settled:
+                return False
+            return self._tasks.pop(lease, None) is not None
+
+    def leases(self) -> list[Lease]:
+        with self._lock:
+            return list(self._tasks)
+
+    def __len__(self) -> int:
+        return len(self._tasks)

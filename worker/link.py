@@ -1,0 +1,87 @@
+"""The main thread's connection to Postgres, and the listener beside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import db
+from config import Settings
+from queries.schema import ensure_schema
+from queries.tokens import WATCHED_CHANNEL
+
+CLAIMABLE_CHANNEL = "tasks_claimable"
+PING_SECONDS = 10.0
+# A listener that does not answer so long is replaced. A process that was told to stop waits no
+# longer than this for any reply.
+SHORT_REPLY_SECONDS = 5.0
+
+
+class Link:
+    """Two connections that are opened together when they are needed, and closed together.
+
+    `on_first_open` is called once, when Postgres has answered and its schema is ours.
+    """
+
+    def __init__(self, settings: Settings, name: str, on_first_open: Callable[[], None]) -> None:
+        self._settings = settings
+        self._name = name
+        self._on_first_open = on_first_open
+        self._conn: db.Connection | None = None
+        self._listener: db.Connection | None = None
+        self._next_ping = 0.0
+        self._is_hurried = False
+
+    def open(self) -> db.Connection:
+        """The connection; raises DatabaseUnavailable or SchemaOutdated."""
+        if self._conn is None or self._conn.closed:
+            settings = self._settings
+            self._conn = db.connect(settings.database_url, settings.database, self._name)
+            if self._is_hurried:
+                self.hurry()
+            ensure_schema(self._conn)
+            self._on_first_open()
+            self._listener = db.listen(
+                settings.database_listen_url,
+                settings.database,
+                f"{self._name} listen",
+                CLAIMABLE_CHANNEL,
+                WATCHED_CHANNEL,
+            )
+            shorter = min(self._listener.reply_timeout_seconds, SHORT_REPLY_SECONDS)
+            self._listener.reply_timeout_seconds = shorter
+            self._next_ping = time.monotonic() + PING_SECONDS
+        return self._conn
+
+    def close(self) -> None:
+        for conn in (self._conn, self._listener):
+            if conn is not None:
+                conn.close()
+        self._conn = self._listener = None
+
+    def hurry(self) -> None:
+        """From now on wait for no reply for long; may be called from a signal handler."""
+        self._is_hurried = True
+        if (conn := self._conn) is not None:
+            conn.reply_timeout_seconds = min(conn.reply_timeout_seconds, SHORT_REPLY_SECONDS)
+
+    def ear(self) -> int | None:
+        """The descriptor on which notifications arrive, if there is one now."""
+        return None if self._listener is None else self._listener.fileno()
+
+    def watched(self) -> list[int]:
+        """Hear what has arrived: the roots that somebody watches."""
+        if self._listener is None:
+            return []
+        return [
+            int(root_id)
+            for channel, payload in db.heard(self._listener)
+            if channel == WATCHED_CHANNEL
+            for root_id in payload.split(",")
+        ]
+
+    def ping_listener(self) -> None:
+        """A half-open listener is silent for ever: now and then it has to answer."""
+        if self._listener is not None and time.monotonic() >= self._next_ping:
+            self._next_ping = time.monotonic() + PING_SECONDS
+            db.ping(self._listener)
