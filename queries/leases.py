@@ -77,6 +77,7 @@ class Settled:
     delivery_count: int
     delay_seconds: float
     error: str | None
+    truncated: bool
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ RETURNING t.task_id, d.lease_token::text AS token, t.status::text, t.reason, t.a
           t.retry_count, t.delivery_count,
           greatest(0, extract(epoch FROM t.available_at - t.updated_at))::double precision
               AS delay_seconds,
-          t.last_error AS error
+          t.last_error AS error, t.truncated
 """
 
 
@@ -271,7 +272,7 @@ RETURNING t.task_id, d.lease_token::text AS token, t.status::text, t.reason, t.a
           t.retry_count, t.delivery_count,
           greatest(0, extract(epoch FROM t.available_at - t.updated_at))::double precision
               AS delay_seconds,
-          t.last_error AS error
+          t.last_error AS error, t.truncated
 """
 
 

@@ -50,6 +50,7 @@ def log_settled(settled: Settled, worker: str) -> None:
         delivery_count=settled.delivery_count,
         delay_seconds=settled.delay_seconds if settled.status == "PENDING" else None,
         error=settled.error,
+        truncated=settled.truncated or None,
     )
 
 

@@ -23,7 +23,7 @@ from tests.support.fake_ollama import (
     thinking,
     truncated,
 )
-from tests.support.processes import Processes
+from tests.support.processes import Processes, eventually
 from tests.support.queue import Queue
 
 MAX_RESULT_BYTES = 200_000
@@ -152,6 +152,15 @@ def test_a_prompt_of_which_the_model_saw_too_little_is_marked_truncated(
 ) -> None:
     row = bench.play(f"long prompt, {request.node.callspec.id}: " + "word " * 300, behaviour)
     assert (row["status"], row["truncated"]) == ("SUCCEEDED", cut)
+    task_id = row["task_id"]
+
+    def log_line() -> list[str]:
+        assert bench.worker is not None
+        lines = bench.worker.log.splitlines()
+        return [line for line in lines if f"action=succeeded task_id={task_id} " in line]
+
+    (line,) = eventually(log_line)
+    assert ("truncated=True" in line) == cut
 
 
 def test_an_answer_as_long_as_the_limit_is_kept_and_one_byte_more_is_a_dead_letter(
