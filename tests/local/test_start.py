@@ -96,6 +96,8 @@ class Run:
             env={**kept, "ORCHESTRATOR_CONFIG": str(machine.config), **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            # Tests that are started under nohup ignore SIGHUP, and so would this process.
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
             text=True,
             start_new_session=True,
         )

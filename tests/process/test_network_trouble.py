@@ -82,11 +82,14 @@ def test_a_worker_recovers_by_itself_and_loses_no_outcome(
 def test_an_outcome_that_was_stored_while_its_reply_was_lost_is_not_stored_again(
     processes: Processes, fake: FakeOllama, queue: Queue, proxy: TcpProxy, by_proxy: dict[str, str]
 ) -> None:
-    processes.configure(worker={**SHORT, "lease_seconds": 60}, database=IMPATIENT)
+    # The worker says nothing to Postgres between its claim and its settle.
+    quiet = {"lease_seconds": 60, "poll_seconds": 600, "reap_seconds": 600}
+    processes.configure(worker={**SHORT, **quiet}, database=IMPATIENT)
     fake.default = slow()
     ids = queue.submit(*(f"task {number}" for number in range(3)))
     worker = processes.worker(env=by_proxy)
     fake.wait_for(count=3)
+    queue.await_idle(worker.name)
     proxy.mute()
     fake.release()
     eventually(lambda: queue.count("SUCCEEDED") > 0, what="an outcome is stored")

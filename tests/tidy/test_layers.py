@@ -1,4 +1,4 @@
-"""Imports go one way: entry points, then api and execution, then queries, then db, then connection, then config."""
+"""Imports go one way: main and scheduler, api and execution, queries, db, connection, config."""
 
 from __future__ import annotations
 
