@@ -109,11 +109,27 @@ def connect(url: str, settings: DatabaseSettings, application: str) -> Connectio
     return conn
 
 
+FROZEN_SECONDS = 10
+
+
+@contextmanager
+def impatient(conn: Connection, lock_timeout_seconds: float) -> Iterator[None]:
+    """Inside the block, wait for another transaction's lock no longer than this."""
+    usual = conn.lock_timeout_seconds
+    conn.lock_timeout_seconds = min(usual, lock_timeout_seconds)
+    try:
+        yield
+    finally:
+        conn.lock_timeout_seconds = usual
+
+
 def _local_timeouts(conn: Connection) -> str:
     """Limits of one transaction; the server's own end just before ours."""
     return (
         f"SET LOCAL lock_timeout = {int(conn.lock_timeout_seconds * 1000)};"
         f"SET LOCAL statement_timeout = {int(conn.reply_timeout_seconds * 900)};"
+        # A process that is frozen in the middle of a transaction holds its locks no longer.
+        f"SET LOCAL idle_in_transaction_session_timeout = {FROZEN_SECONDS * 1000};"
     )
 
 

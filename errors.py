@@ -3,13 +3,12 @@
 OrchestratorError
 ├── DatabaseUnavailable    Postgres cannot be asked now; try again
 ├── SchemaOutdated         the database holds another version of the schema
-├── RequestRefused         the caller asked for something that is not to be had (4xx)
-│   ├── NotFound
-│   ├── TooLarge
-│   ├── FieldRefused       one field is to blame, and named
-│   ├── KeyReused
-│   └── StateConflict      the task is not in a state that allows it
-└── LeaseLost              another worker owns the task; whatever was computed is void
+└── RequestRefused         the caller asked for something that is not to be had (4xx)
+    ├── NotFound
+    ├── TooLarge
+    ├── FieldRefused       one field is to blame, and named
+    ├── KeyReused
+    └── StateConflict      the task is not in a state that allows it
 
 A class's docstring is its default message.
 """
@@ -61,7 +60,3 @@ class KeyReused(RequestRefused):
 
 class StateConflict(RequestRefused):
     """The task is not in a state that allows this."""
-
-
-class LeaseLost(OrchestratorError):
-    """The lease of this task ran out and another worker may own it now."""

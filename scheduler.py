@@ -33,10 +33,11 @@ import os
 import random
 import re
 import socket
+import string
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
@@ -57,6 +58,7 @@ from worker.heartbeat import Heartbeat
 from worker.held import Held
 from worker.link import Link
 from worker.sentences import log_claimed, log_lost, log_settled
+from worker.settling import batch_to_settle, settle_batch
 from worker.suspects import SuspectProcess
 from worker.tokens import TokenSender
 
@@ -67,9 +69,9 @@ logger = logging.getLogger("scheduler")
 REAPED_SPREAD = 0.1
 GIVEN_BACK_SECONDS = 1.0
 FULL_ROUTE_POLL_SECONDS = 0.5
+OVERDUE_SECONDS = 0.5
+CONTENDED_SECONDS = 0.05  # the first pause after a claim that others were faster at
 SUSPECT_IDLE_SECONDS = 3.0
-SETTLE_BATCH = 100
-SETTLE_BATCH_CHARACTERS = 16_000_000  # of answers; Postgres takes up to 256 MB in one statement
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,100}")
 PARTITIONS_EVERY_SECONDS = 3600.0
 # After the grace period, so long the worker tries to write that it hands its tasks back.
@@ -112,9 +114,11 @@ class Worker:
         self._heartbeat = Heartbeat(settings, name, self.held, self.runner.stop, self._report)
         self._link = Link(settings, name, on_first_open=self._heartbeat.begin)
         self.stop_signals = 0
-        self._suspects = SuspectProcess(name, settings.worker.lease_seconds / 3)
+        self._suspects = SuspectProcess(name, settings.worker)
         self._unsettled: list[Finished] = []
-        self._last_tenant = ""
+        # Workers that are woken together begin at different tenants.
+        self._last_tenant = random.choice(string.ascii_lowercase)
+        self._contended = 0
         self._last_start = time.monotonic()
         self._next_reap = 0.0
         self._next_partitions = 0.0
@@ -132,7 +136,7 @@ class Worker:
             self._finish()
         finally:
             # First the work, then the heartbeat: a lease is renewed until its last write.
-            self._suspects.end()
+            self._suspects.end(lambda: self.stop_signals)
             self.runner.close()
             self._heartbeat.end()
             self._say_goodbye()
@@ -146,6 +150,7 @@ class Worker:
             self.settle(conn)
             self.reap(conn)
             self.claim_and_start(conn)
+            self._make_partitions(conn)
             self._link.ping_listener()
             until_reap = max(self._next_reap - time.monotonic(), 0)
             self._sleep_seconds = min(self._sleep_seconds, until_reap)
@@ -157,6 +162,7 @@ class Worker:
             raise
         except Exception:  # a fault of ours must not end the worker, and its tasks with it
             logger.exception("This round failed")
+            self._link.close()
             self._sleep_seconds = 1.0
 
     def settle(self, conn: db.Connection) -> None:
@@ -165,7 +171,7 @@ class Worker:
         while self._unsettled:
             batch = batch_to_settle(self._unsettled)
             self.held.begin_settling(lease for lease, _ in batch)
-            settled = self._settle_batch(conn, batch)
+            settled = settle_batch(conn, batch, self.settings.retry)
             del self._unsettled[: len(batch)]
             written = {Lease(one.task_id, one.token): one for one in settled}
             for lease, _ in batch:
@@ -181,9 +187,16 @@ class Worker:
         self._next_reap = time.monotonic() + self._jittered(self.settings.worker.reap_seconds)
         for reaped in self._reap_all(conn):
             log_settled(reaped, self.name)
-        if time.monotonic() >= self._next_partitions:
+
+    def _make_partitions(self, conn: db.Connection) -> None:
+        """Now and then; if somebody holds the audit log, the next time will do."""
+        if time.monotonic() < self._next_partitions:
+            return
+        self._next_partitions = time.monotonic() + self._jittered(PARTITIONS_EVERY_SECONDS)
+        try:
             ensure_audit_partitions(conn)
-            self._next_partitions = time.monotonic() + PARTITIONS_EVERY_SECONDS
+        except (DatabaseUnavailable, psycopg2.Error) as failed:
+            logger.warning("The audit log's next partitions are not made yet: %s", failed)
 
     def _reap_all(self, conn: db.Connection) -> Iterator[Settled]:
         """Page by page; a row that Postgres refuses to change is left out, and said loudly."""
@@ -210,15 +223,26 @@ class Worker:
             self._last_tenant = claim.last_tenant or ""
             for task, route in claim.tasks:
                 self._start(task, route)
-            if claim.look.next_due_seconds is not None:
-                self._sleep_seconds = min(self._sleep_seconds, max(claim.look.next_due_seconds, 0))
+            if (next_due := claim.look.next_due_seconds) is not None:
+                # What is overdue still is a row that somebody holds: no reason to hurry.
+                pause = next_due if next_due > 0 else OVERDUE_SECONDS
+                self._sleep_seconds = min(self._sleep_seconds, pause)
             if claim.look.has_suspect and not self.alone:
                 self._suspects.start()
             if not claim.tasks:
-                if claim.look.depth and self.routes.has_limits:
-                    # Another worker's call has to end first, and nobody notifies of that.
-                    self._sleep_seconds = min(self._sleep_seconds, FULL_ROUTE_POLL_SECONDS)
+                self._note_contention(claim)
                 return
+            self._contended = 0
+
+    def _note_contention(self, claim: claims.Claim) -> None:
+        """Nothing was to be had: if that was for others' locks or calls, look again soon."""
+        if claim.look.depth and self.routes.has_limits:
+            # Another worker's call has to end first, and nobody notifies of that.
+            self._sleep_seconds = min(self._sleep_seconds, FULL_ROUTE_POLL_SECONDS)
+        elif claim.last_tenant is not None:
+            pause = self._jittered(CONTENDED_SECONDS * 2 ** min(self._contended, 10))
+            self._sleep_seconds = min(self._sleep_seconds, pause)
+            self._contended += 1
 
     def _claim(self, conn: db.Connection, free: int) -> claims.Claim:
         lease_seconds = self.settings.worker.lease_seconds
@@ -263,6 +287,9 @@ class Worker:
             self._tokens.watch(self._link.watched())
         except DatabaseUnavailable:
             self._link.close()
+        except Exception:
+            logger.exception("What was heard makes no sense")
+            self._link.close()
 
     def _pass_on(self, task: ClaimedTask, piece: str) -> None:
         """A piece of an answer came, on the runner's thread."""
@@ -276,11 +303,12 @@ class Worker:
     def _finish(self) -> None:
         """Let what runs end for the grace period, hand back the rest, write all of it."""
         say(logger, logging.INFO, "Stopping.", "stopping", worker=self.name, running=len(self.held))
-        self._suspects.terminate()
+        self._suspects.pass_on(self.stop_signals)
         deadline = time.monotonic() + self.settings.worker.grace_seconds
         handed_back = False
         while len(self.held):
             overdue = self.stop_signals > 1 or time.monotonic() >= deadline
+            self._suspects.pass_on(self.stop_signals)
             if overdue and not handed_back:
                 handed_back = True
                 deadline = time.monotonic() + HAND_BACK_SECONDS
@@ -330,31 +358,6 @@ class Worker:
         """Leave the list of workers; if that cannot be, it is forgotten after a day."""
         with contextlib.suppress(DatabaseUnavailable):
             forget_worker(self._link.open(), self.worker_id)
-
-    def _settle_batch(self, conn: db.Connection, batch: list[Finished]) -> list[Settled]:
-        """Write a batch; an outcome that Postgres refuses is replaced by that failure, alone."""
-        try:
-            return leases.settle_tasks(conn, batch, self.settings.retry)
-        except psycopg2.Error as refused:
-            if len(batch) > 1:
-                return [one for pair in batch for one in self._settle_batch(conn, [pair])]
-            lease, _ = batch[0]
-            logger.error("The outcome of task %s cannot be stored: %s", lease.task_id, refused)
-            reason = f"its outcome could not be stored: {type(refused).__name__}"
-            failure = Outcome("failure", error=reason)
-            return leases.settle_tasks(conn, [(lease, failure)], self.settings.retry)
-
-
-def batch_to_settle(unsettled: Sequence[Finished]) -> list[Finished]:
-    """The first outcomes, as many as one statement can carry; at least one."""
-    batch: list[Finished] = []
-    characters = 0
-    for lease, outcome in unsettled[:SETTLE_BATCH]:
-        characters += len(str(outcome.result or ""))
-        if batch and characters > SETTLE_BATCH_CHARACTERS:
-            break
-        batch.append((lease, outcome))
-    return batch
 
 
 # --- the process -----------------------------------------------------------------------------

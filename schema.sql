@@ -338,8 +338,11 @@ BEGIN
         CONTINUE WHEN to_regclass(partition) IS NOT NULL OR EXISTS (
             SELECT FROM audit_log_other
             WHERE at >= starts AND at < ends);
+        -- Made apart and then attached: that waits for nobody who only reads or writes this month.
         EXECUTE format(
-            'CREATE TABLE %I PARTITION OF audit_log FOR VALUES FROM (%L) TO (%L)',
+            'CREATE TABLE %I (LIKE audit_log INCLUDING DEFAULTS INCLUDING INDEXES)', partition);
+        EXECUTE format(
+            'ALTER TABLE audit_log ATTACH PARTITION %I FOR VALUES FROM (%L) TO (%L)',
             partition, starts, ends);
         EXECUTE format(
             'CREATE TRIGGER append_only_truncate BEFORE TRUNCATE ON %I

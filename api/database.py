@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import db
 from api.pool import Pool
 from config import Settings
+from errors import DatabaseUnavailable
 from queries.schema import ensure_audit_partitions, ensure_schema
 
 P = ParamSpec("P")
@@ -53,5 +55,6 @@ class Database:
         with self._looking:
             if not self._looked_at:
                 ensure_schema(conn)
-                ensure_audit_partitions(conn)
+                with contextlib.suppress(DatabaseUnavailable):  # the workers make them as well
+                    ensure_audit_partitions(conn)
                 self._looked_at = True

@@ -234,7 +234,8 @@ def task_view(row: dict[str, Any]) -> Task:
 
 
 def _error(row: dict[str, Any]) -> TaskError | None:
-    if row["last_error"] is None:
+    tells_of_it = row["status"] == Status.FAILED or row["reason"] in ("retry", "outage")
+    if row["last_error"] is None or not tells_of_it:
         return None
     return TaskError(type=row["reason"], message=row["last_error"])
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,7 @@ import psycopg2.errors
 
 import db
 from api.database import Database
+from connection import impatient
 from db import Answer, NewTask, Submitted
 from errors import DatabaseUnavailable, OrchestratorError
 
@@ -120,16 +122,12 @@ class SubmitWriter:
         except Exception as failed:
             item[1].set_exception(failed)
 
-    def _store(
-        self, tasks: list[NewTask], lock_timeout_seconds: float | None = None
-    ) -> list[Answer]:
-        with self._database.connection() as conn:
-            usual = conn.lock_timeout_seconds
-            conn.lock_timeout_seconds = lock_timeout_seconds or usual
-            try:
-                return db.submit_tasks(conn, tasks)
-            finally:
-                conn.lock_timeout_seconds = usual
+    def _store(self, tasks: list[NewTask], lock_timeout_seconds: float = math.inf) -> list[Answer]:
+        with (
+            self._database.connection() as conn,
+            impatient(conn, lock_timeout_seconds),
+        ):
+            return db.submit_tasks(conn, tasks)
 
 
 def _blames_one_item(failed: Exception) -> bool:

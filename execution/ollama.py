@@ -17,9 +17,10 @@ import httpx
 from config import Settings
 from execution.errors import Failure, Outage, Permanent
 
-# English text has about four bytes a token and no common script fewer than one character a
-# token in three; a count below a twelfth of the bytes means that the server cut the prompt.
-FEWEST_TOKENS_PER_BYTE = 1 / 12
+# English has about four and a half bytes a token, code and other scripts three or four.
+MOST_BYTES_PER_TOKEN_OF_MOST_TEXT = 7
+MOST_BYTES_PER_TOKEN = 12
+CONTEXT_SLACK_TOKENS = 64
 SHORTEST_PROMPT_JUDGED_BYTES = 400
 LONGEST_ERROR_READ_BYTES = 4096
 LONGEST_RETRY_AFTER_SECONDS = 86_400.0  # a mistaken header parks no task for a century
@@ -42,7 +43,8 @@ class OllamaClient:
         self._settings = settings.ollama
         self._max_result_bytes = settings.limits.max_result_bytes
         self._url = settings.ollama.url_of_route(route)
-        key = settings.ollama_api_key if route == "cloud" else None
+        has_own_server = route == "cloud" and bool(settings.ollama.cloud_url)
+        key = settings.ollama_api_key if has_own_server else None
         self._http = httpx.AsyncClient(
             base_url=self._url,
             headers={"Authorization": f"Bearer {key.get_secret_value()}"} if key else {},
@@ -65,7 +67,10 @@ class OllamaClient:
         if response.status_code in (401, 403):
             raise _key_refused(f"the model server answered {response.status_code}")
         if response.status_code != 200:
-            raise Outage(f"the model server at {self._url} answered {response.status_code}")
+            raise Outage(
+                f"the model server at {self._url} answered {response.status_code}",
+                retry_after_seconds=_retry_after_seconds(response),
+            )
 
     async def complete(
         self, model: str, prompt: str, on_piece: Callable[[str], None]
@@ -126,7 +131,7 @@ class OllamaClient:
                     f"({self._max_result_bytes} bytes); raise it or ask for less"
                 )
             if message.get("done") is True:
-                return _completion("".join(pieces), message, prompt)
+                return _completion("".join(pieces), message, prompt, self._settings.num_ctx)
         raise Failure("the model server's answer broke off: it ended without `done`")
 
 
@@ -163,12 +168,13 @@ def _message(line: bytes) -> dict[str, Any]:
     return message
 
 
-def _completion(text: str, last: dict[str, Any], prompt: str) -> Completion:
+def _completion(text: str, last: dict[str, Any], prompt: str, num_ctx: int) -> Completion:
     prompt_tokens = _count(last, "prompt_eval_count")
     completion_tokens = _count(last, "eval_count")
     if not text.strip():
         raise Failure("the model's answer is empty", prompt_tokens, completion_tokens)
-    return Completion(text, prompt_tokens, completion_tokens, _was_cut(prompt, prompt_tokens))
+    was_cut = _was_cut(len(prompt.encode()), prompt_tokens, num_ctx)
+    return Completion(text, prompt_tokens, completion_tokens, was_cut)
 
 
 def _count(message: dict[str, Any], name: str) -> int:
@@ -178,12 +184,17 @@ def _count(message: dict[str, Any], name: str) -> int:
     return count
 
 
-def _was_cut(prompt: str, prompt_tokens: int) -> bool:
-    """Whether the server read far less than was sent; a count of 0 tells nothing (cached)."""
-    sent_bytes = len(prompt.encode())
+def _was_cut(sent_bytes: int, prompt_tokens: int, num_ctx: int) -> bool:
+    """Whether the server read far less than was sent; a count of 0 tells nothing (cached).
+
+    An estimate: too few tokens for any text, or few for most text while the context is about full
+    (a server that cuts keeps at least half of it).
+    """
     if sent_bytes < SHORTEST_PROMPT_JUDGED_BYTES or prompt_tokens == 0:
         return False
-    return prompt_tokens < sent_bytes * FEWEST_TOKENS_PER_BYTE
+    fills_context = prompt_tokens >= num_ctx // 2 - CONTEXT_SLACK_TOKENS
+    most_bytes = MOST_BYTES_PER_TOKEN_OF_MOST_TEXT if fills_context else MOST_BYTES_PER_TOKEN
+    return sent_bytes > prompt_tokens * most_bytes
 
 
 async def _refusal(response: httpx.Response, model: str) -> Outage | Failure | Permanent:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from config import Settings
-from execution.errors import Failure, Outage, Permanent
+from execution.errors import Failure, Permanent
 from execution.ollama import OllamaClient
 from execution.text import error_text, storable
 from queries.leases import ClaimedTask, Outcome
-
-# A server that goes away so often under the same prompt is brought down by it.
-HANG_UPS_BLAMED_ON_SERVER = 5
 
 
 async def run_prompt(
@@ -33,10 +30,6 @@ async def run_prompt(
         answer = await client.complete(model, prompt, on_piece)
     except Failure as failed:
         return _failed(failed, route, model, settings)
-    except Outage as ended:
-        if ended.hung_up and task.attempt > HANG_UPS_BLAMED_ON_SERVER:
-            raise Failure(f"{ended} ({task.attempt} times under this prompt)") from ended
-        raise
     return Outcome(
         "succeeded",
         result={"text": storable(answer.text)},

@@ -87,10 +87,16 @@ class Routes:
         for name in ROUTES:
             if target := self._open_target(name, budgets):
                 wanted.append(Wanted(name, target))
-        if auto := self._wanted_of_auto(look.depth, budgets):
-            wanted.append(auto)
-            budgets.setdefault("rest", max(0, look.depth - self._routing.pending_threshold - 1))
+        wanted += self._wanted_of_auto(look, budgets)
+        budgets["rest"] = max(0, self._rest(look))
         return wanted, budgets
+
+    def open_requests(self) -> list[str]:
+        """The requested routes whose tasks can all run now, as far as servers go."""
+        open_routes = [name for name in ROUTES if name not in self.paused()]
+        if self._routing.fallback and open_routes:
+            open_routes = list(ROUTES)
+        return ["none", *open_routes, *(["auto"] if len(open_routes) == len(ROUTES) else [])]
 
     def choose(self, tasks: Sequence[ClaimedTask], depth: int) -> list[str | None]:
         """The route of each task, within the budgets of `wanted`; None: none, or none now."""
@@ -108,21 +114,32 @@ class Routes:
             return _other(name)
         return None
 
-    def _wanted_of_auto(self, depth: int, budgets: Mapping[str, int | None]) -> Wanted | None:
+    def _rest(self, look: Look) -> int:
+        """How many can be claimed before the queue is no longer deep enough for the cloud."""
+        return look.depth - self._routing.pending_threshold - 1
+
+    def _wanted_of_auto(self, look: Look, budgets: Mapping[str, int | None]) -> list[Wanted]:
         """Of the tasks without a route of their own, those that would go where calls pass."""
-        likely = "cloud" if depth > self._routing.pending_threshold else "local"
-        if budgets[likely] != 0 and budgets[_other(likely)] != 0:
-            return Wanted("auto", likely)
-        if self._routing.fallback and (target := self._open_target(likely, budgets)):
-            return Wanted("auto", target)
+        rest = self._rest(look)
+        likely = "cloud" if rest >= 0 else "local"
+        if self._routing.fallback:
+            target = self._open_target(likely, budgets)
+            return [Wanted("auto", target)] if target else []
+        if budgets["local"] is None and budgets["cloud"] is None:
+            return [Wanted("auto", likely)]
+        if rest >= look.slots:  # whatever the batch holds, it goes to the cloud
+            return [Wanted("auto", "cloud")] if budgets["cloud"] != 0 else []
+        # A few are due. The long ones go to the cloud; the short ones to local, or to the cloud
+        # until they are few enough for local.
         longest_local = self._routing.prompt_threshold
+        wanted = []
         if budgets["cloud"] != 0:
-            if likely == "cloud":  # down to the depth at which they would go to local
-                return Wanted("auto", "rest")
-            return Wanted("auto", "cloud", min_chars=longest_local + 1)
-        if budgets["local"] != 0 and likely == "local":
-            return Wanted("auto", "local", max_chars=longest_local)
-        return None
+            wanted.append(Wanted("auto", "cloud", min_chars=longest_local + 1))
+        if budgets["local"] != 0:
+            wanted.append(Wanted("auto", "local", max_chars=longest_local))
+        elif rest > 0 and budgets["cloud"] != 0:
+            wanted.append(Wanted("auto", "rest", max_chars=longest_local))
+        return wanted
 
     def _choose(self, task: ClaimedTask, depth: int) -> str | None:
         if task.requested_route == "none":

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import queue
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -25,6 +26,9 @@ from queries.leases import ClaimedTask, Lease, Outcome
 logger = logging.getLogger(__name__)
 
 Finished = tuple[Lease, Outcome]
+
+# A server that goes away so often under the same prompt may be brought down by it.
+MOST_HANG_UPS = 5
 
 
 class Runner:
@@ -53,6 +57,7 @@ class Runner:
         self._thread = threading.Thread(target=self._loop.run_forever, name="runner", daemon=True)
         self._clients = {name: OllamaClient(settings, name) for name in ROUTES}
         self._probes: dict[str, asyncio.Task[None]] = {}
+        self._hang_ups: Counter[int] = Counter()  # by task
 
     def open(self) -> None:
         """Begin: first of all, every route is probed."""
@@ -110,6 +115,9 @@ class Runner:
             outcome = await self._handler(task, route)
         except Outage as ended:
             self._pause(route, ended)
+            if self._brings_down_its_server(task, ended):
+                times = f"{MOST_HANG_UPS} times under this prompt"
+                return Outcome("failure", error=error_text(f"{ended}, {times}", max_bytes))
             return Outcome("outage", error=error_text(ended, max_bytes), route=route)
         except Permanent as ended:
             outcome = Outcome("permanent", error=error_text(ended, max_bytes), route=route)
@@ -122,6 +130,16 @@ class Runner:
         if route is not None:
             self._routes.worked(route)
         return outcome
+
+    def _brings_down_its_server(self, task: ClaimedTask, ended: Outage) -> bool:
+        """Whether the server has hung up on this task so often, here, that it is to blame."""
+        if not ended.hung_up:
+            return False
+        self._hang_ups[task.task_id] += 1
+        if self._hang_ups[task.task_id] < MOST_HANG_UPS:
+            return False
+        del self._hang_ups[task.task_id]
+        return True
 
     def _handler(self, task: ClaimedTask, route: str | None) -> Awaitable[Outcome]:
         if task.kind == "prompt" and route is not None:
@@ -150,7 +168,7 @@ class Runner:
                 await self._clients[route].probe()
                 break
             except Outage as ended:
-                wait_seconds = self._routes.pause(route, str(ended))
+                wait_seconds = self._routes.pause(route, str(ended), ended.retry_after_seconds)
                 _log_paused(route, ended, wait_seconds)
         del self._probes[route]
         self._routes.open(route)

@@ -35,6 +35,7 @@ class Look:
 
     depth: int  # due tasks, counted as far as it matters
     has_suspect: bool  # a task waits for its last try, alone
+    slots: int  # that the worker has free
     next_due_seconds: float | None  # until the next delayed task is due; None: there is none
     in_flight: Mapping[str, int]  # calls per route, of all workers; only if there are limits
 
@@ -45,11 +46,15 @@ class ClaimPolicy(Protocol):
     has_limits: bool
     depth_that_matters: int
 
+    def open_requests(self) -> list[str]:
+        """The requested routes of which some tasks can run now."""
+
     def wanted(self, look: Look) -> tuple[list[Wanted], dict[str, int | None]]:
         """What to take, and how much at most of each budget (None: no limit)."""
 
     def choose(self, tasks: Sequence[ClaimedTask], depth: int) -> list[str | None]:
-        """The route of each task; None: it needs none, or it cannot run now after all."""
+        """The route of each task, by the `wanted` asked for before; None: it needs none, or it
+        cannot run now after all."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +170,9 @@ SELECT
         SELECT FROM tasks WHERE due AND NOT alone
         ORDER BY requested_route, tenant, priority DESC, task_id
         LIMIT %(depth_limit)s) AS d) AS depth,
-    (SELECT task_id FROM tasks WHERE due AND alone ORDER BY task_id LIMIT 1) IS NOT NULL
-        AS has_suspect,
+    (SELECT task_id FROM tasks
+     WHERE due AND alone AND requested_route = ANY(%(open_requests)s)
+     ORDER BY task_id LIMIT 1) IS NOT NULL AS has_suspect,
     (SELECT extract(epoch FROM min(available_at) - current_instant())::double precision
      FROM tasks WHERE status = 'PENDING' AND NOT due) AS next_due_seconds,
     CASE WHEN %(count_in_flight)s THEN
@@ -216,17 +222,13 @@ def claim_alone(conn: Connection, worker: str, lease_seconds: float, policy: Cla
     """Lease the next suspect, for a process that runs nothing else meanwhile."""
     with transaction(conn) as cursor:
         look = _look(cursor, 1, policy)
-        wanted, _ = policy.wanted(look)
+        policy.wanted(look)
         values = {
             "worker": worker,
             "lease_seconds": lease_seconds,
-            "requested_routes": [
-                one.requested_route
-                for one in wanted
-                if one.min_chars is None and one.max_chars is None
-            ],
+            "requested_routes": policy.open_requests(),
         }
-        return _claim(cursor, CLAIM_ALONE, values, look, policy)
+        return _claim(cursor, CLAIM_ALONE, values, look, policy, look.depth)
 
 
 def _look(cursor: Cursor, slots: int, policy: ClaimPolicy) -> Look:
@@ -237,18 +239,27 @@ def _look(cursor: Cursor, slots: int, policy: ClaimPolicy) -> Look:
             "sweep_limit": 1000,
             "depth_limit": policy.depth_that_matters + slots + 1,
             "count_in_flight": policy.has_limits,
+            "open_requests": policy.open_requests(),
         },
     )
     (row,) = cursor.fetchall()
-    return Look(**{**row, "in_flight": row["in_flight"] or {}})
+    return Look(**{**row, "slots": slots, "in_flight": row["in_flight"] or {}})
 
 
-def _claim(cursor: Cursor, statement: str, values: Row, look: Look, policy: ClaimPolicy) -> Claim:
+def _claim(
+    cursor: Cursor,
+    statement: str,
+    values: Row,
+    look: Look,
+    policy: ClaimPolicy,
+    depth: int | None = None,
+) -> Claim:
+    """Lease what `statement` chooses and note its routes; `depth` is that besides the batch."""
     cursor.execute(statement, values)
     (row,) = cursor.fetchall()
     tasks = [_claimed(task) for task in row["tasks"]]
     # The batch itself is no depth for its own decisions.
-    routes = policy.choose(tasks, max(0, look.depth - len(tasks)))
+    routes = policy.choose(tasks, max(0, look.depth - len(tasks)) if depth is None else depth)
     chosen = [
         {**vars(task.lease), "route": route}
         for task, route in zip(tasks, routes, strict=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import psycopg2.extras
 
 from config import ROOT
-from connection import Connection, fetch, transaction
+from connection import Connection, fetch, impatient, transaction
 from errors import SchemaOutdated
 
 SCHEMA = ROOT / "schema.sql"
@@ -76,9 +76,14 @@ def migrate(conn: Connection, migrations: Path = MIGRATIONS) -> list[int]:
     return done
 
 
+# Whoever writes to the audit log waits behind the one who attaches a partition to it.
+PARTITION_LOCK_SECONDS = 0.2
+
+
 def ensure_audit_partitions(conn: Connection) -> int:
     """Make the audit log's partitions of this month and the next two; how many were missing."""
-    return int(fetch(conn, "SELECT ensure_audit_partitions() AS made")[0]["made"])
+    with impatient(conn, PARTITION_LOCK_SECONDS):
+        return int(fetch(conn, "SELECT ensure_audit_partitions() AS made")[0]["made"])
 
 
 def _install_if_allowed(conn: Connection, only_when_empty: bool) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -30,28 +31,43 @@ class Link:
         self._conn: db.Connection | None = None
         self._listener: db.Connection | None = None
         self._next_ping = 0.0
+        self._is_first = True
         self._is_hurried = False
 
     def open(self) -> db.Connection:
         """The connection; raises DatabaseUnavailable or SchemaOutdated."""
         if self._conn is None or self._conn.closed:
-            settings = self._settings
-            self._conn = db.connect(settings.database_url, settings.database, self._name)
-            if self._is_hurried:
-                self.hurry()
-            ensure_schema(self._conn)
-            self._on_first_open()
-            self._listener = db.listen(
+            self.close()
+            self._conn = self._open_both()
+        return self._conn
+
+    def _open_both(self) -> db.Connection:
+        """Open both, or neither: a worker without ears or heartbeat must not claim."""
+        settings = self._settings
+        with contextlib.ExitStack() as opened:
+            conn = db.connect(settings.database_url, settings.database, self._name)
+            opened.callback(conn.close)
+            if self._is_first:  # later a newer schema is no reason to drop what runs
+                ensure_schema(conn)
+            listener = db.listen(
                 settings.database_listen_url,
                 settings.database,
                 f"{self._name} listen",
                 CLAIMABLE_CHANNEL,
                 WATCHED_CHANNEL,
             )
-            shorter = min(self._listener.reply_timeout_seconds, SHORT_REPLY_SECONDS)
-            self._listener.reply_timeout_seconds = shorter
-            self._next_ping = time.monotonic() + PING_SECONDS
-        return self._conn
+            opened.callback(listener.close)
+            shorter = min(listener.reply_timeout_seconds, SHORT_REPLY_SECONDS)
+            listener.reply_timeout_seconds = shorter
+            if self._is_first:
+                self._on_first_open()
+                self._is_first = False
+            opened.pop_all()
+        self._listener = listener
+        self._next_ping = time.monotonic() + PING_SECONDS
+        if self._is_hurried:
+            conn.reply_timeout_seconds = shorter
+        return conn
 
     def close(self) -> None:
         for conn in (self._conn, self._listener):
@@ -78,6 +94,7 @@ class Link:
             for channel, payload in db.heard(self._listener)
             if channel == WATCHED_CHANNEL
             for root_id in payload.split(",")
+            if root_id.isascii() and root_id.isdigit()
         ]
 
     def ping_listener(self) -> None:

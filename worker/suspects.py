@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
-from config import ROOT
+from config import ROOT, WorkerSettings
 from logs import say
 
 logger = logging.getLogger(__name__)
+
+# After its grace period, so long it may take to hand its task back and end.
+UNWILLING_SECONDS = 10.0
 
 
 class SuspectProcess:
@@ -20,12 +25,13 @@ class SuspectProcess:
     letter. Whatever it does to its process, no other task is in there.
     """
 
-    def __init__(self, name: str, pause_seconds: float) -> None:
+    def __init__(self, name: str, settings: WorkerSettings) -> None:
         self._name = f"{name}-alone"
-        self._pause_seconds = pause_seconds
+        self._pause_seconds = settings.lease_seconds / 3
+        self._longest_end_seconds = settings.grace_seconds + UNWILLING_SECONDS
         self._next_start = 0.0
         self._child: subprocess.Popen[bytes] | None = None
-        self._is_asked = False
+        self._passed_on = 0
 
     def start(self) -> None:
         """Start it, unless it runs already or was started a moment ago."""
@@ -39,14 +45,20 @@ class SuspectProcess:
             start_new_session=True,  # a Ctrl-C reaches it through us, once
         )
 
-    def terminate(self) -> None:
-        """Ask it to stop, as this worker was asked."""
-        if self._child is not None and not self._is_asked:
-            self._is_asked = True
+    def pass_on(self, stop_signals: int) -> None:
+        """Ask it to stop as often as this worker was asked."""
+        while self._child is not None and self._passed_on < stop_signals:
+            self._passed_on += 1
             self._child.terminate()
 
-    def end(self) -> None:
-        """Ask it to stop, and wait until it has."""
-        self.terminate()
-        if self._child is not None:
-            self._child.wait()
+    def end(self, stop_signals: Callable[[], int]) -> None:
+        """Ask it to stop, and wait until it has; what does not stop in time is killed."""
+        if self._child is None:
+            return
+        deadline = time.monotonic() + self._longest_end_seconds
+        while self._child.poll() is None:
+            self.pass_on(max(stop_signals(), 1))
+            if time.monotonic() >= deadline:
+                self._child.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(timeout=0.1)

@@ -148,7 +148,7 @@ def full(request: pytest.FixtureRequest, server_url: str) -> Iterator[Connection
 SETTLED = vars(Outcome("succeeded", result={}))
 CAPS = {"max_retry": 3, "max_delay_seconds": 60}
 REAP = {"max_delivery": 3, "spread_seconds": 5, "sweep_limit": 10, "after": 0}
-LOOK = {"depth_limit": 10}
+LOOK = {"depth_limit": 10, "open_requests": ["auto", "local", "cloud", "none"]}
 CLAIM = {"worker": "w1", "slots": 4, "lease_seconds": 30, "budgets": "{}"}
 WANTED = json.dumps([vars(claims.Wanted(route, "all")) for route in ("none", "local", "auto")])
 RUNNING = 100

@@ -78,6 +78,9 @@ class Everything:
         self.depth_that_matters = depth_that_matters
         self.depth = 0  # as the choice of routes saw it
 
+    def open_requests(self) -> list[str]:
+        return ["auto", "local", "cloud", "none"]
+
     def wanted(self, look: Look) -> tuple[list[Wanted], dict[str, int | None]]:
         self.depth = look.depth
         return [Wanted(route, "all") for route in ("auto", "local", "cloud", "none")], {}

@@ -19,7 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "db": {"config", "connection", "errors", "states"},
     "queries": {"config", "connection", "db", "errors", "states", "queries"},
     "execution": {"config", "errors", "logs", "queries", "execution"},
-    "api": {"config", "db", "errors", "states", "logs", "queries", "api"},
+    "api": {"config", "connection", "db", "errors", "states", "logs", "queries", "api"},
     "main": {"config", "db", "errors", "states", "api"},
     "worker": {"config", "db", "errors", "logs", "queries", "worker"},
     "scheduler": {"config", "db", "errors", "logs", "queries", "execution", "worker"},

@@ -1,0 +1,125 @@
+"""What other sessions of the same database do must not stop the workers."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import db
+from tests.support.fake_ollama import FakeOllama, slow
+from tests.support.processes import Processes, eventually
+from tests.support.queue import Queue
+
+Connect = Callable[[], db.Connection]
+
+
+def test_a_missing_partition_behind_an_open_transaction_stops_no_worker(
+    processes: Processes, queue: Queue, connect: Connect
+) -> None:
+    (coming,) = queue.ask(
+        "SELECT relname FROM pg_class WHERE relname ~ '^audit_log_20.*[0-9]$'"
+        " ORDER BY relname DESC LIMIT 1"
+    )
+    queue.ask(f"DROP TABLE {coming['relname']}")
+    with db.transaction(connect()) as cursor:
+        cursor.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
+        cursor.execute("SELECT count(*) FROM audit_log")
+        worker = processes.worker()
+        ids = queue.submit(*(f"task {number}" for number in range(5)))
+        queue.await_all("SUCCEEDED")
+        eventually(lambda: "partitions are not made yet" in worker.log)
+    assert {queue.row(task_id)["attempt"] for task_id in ids} == {1}
+
+
+def test_a_process_that_is_frozen_in_the_middle_of_a_claim_lets_go_of_the_turn(
+    processes: Processes, queue: Queue, connect: Connect
+) -> None:
+    """Where calls are limited, claims take turns: the frozen one's transaction is ended."""
+    processes.configure(routing={"local_max_in_flight": 2})
+    begun = db.transaction(connect())  # as a claim that never goes on
+    begun.__enter__().execute("SELECT pg_advisory_xact_lock(hashtext('orchestrator claim'))")
+    processes.worker()
+    (task_id,) = queue.submit("task")
+    queue.await_status(task_id, "SUCCEEDED")
+
+
+def test_an_overdue_task_that_somebody_holds_makes_no_worker_spin(
+    processes: Processes, queue: Queue, connect: Connect
+) -> None:
+    queue.ask("ALTER TABLE tasks DISABLE TRIGGER USER")
+    (held,) = queue.submit("held", delay_seconds=0.2)
+    with db.transaction(connect()) as cursor:
+        cursor.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
+        cursor.execute("SELECT FROM tasks WHERE task_id = %s FOR UPDATE", (held,))
+        processes.worker()
+        eventually(lambda: overdue_by(queue, held) > 0.5)
+        before = rounds(queue)
+        eventually(lambda: overdue_by(queue, held) > 3.5)
+        # This test's own looks are about 150 of them; a worker that spins makes thousands.
+        assert rounds(queue) - before < 500
+    queue.ask("ALTER TABLE tasks ENABLE TRIGGER USER")
+    queue.await_status(held, "SUCCEEDED")
+
+
+def overdue_by(queue: Queue, task_id: int) -> float:
+    statement = "SELECT extract(epoch FROM clock_timestamp() - available_at) AS s FROM tasks"
+    return float(queue.ask(f"{statement} WHERE task_id = %s", task_id)[0]["s"])
+
+
+def rounds(queue: Queue) -> int:
+    statement = "SELECT xact_commit AS n FROM pg_stat_database WHERE datname = current_database()"
+    return int(queue.ask(statement)[0]["n"])
+
+
+def test_a_notification_that_makes_no_sense_harms_no_worker(
+    processes: Processes, fake: FakeOllama, queue: Queue
+) -> None:
+    fake.default = slow()
+    ids = queue.submit("one", "two")
+    worker = processes.worker()
+    fake.wait_for(count=2)
+    for payload in ("", ",", "x", "1,,2", "٣", "1" * 500):
+        queue.ask("SELECT pg_notify('tasks_watched', %s)", payload)
+        queue.ask("SELECT pg_notify('tasks_claimable', %s)", payload)
+    (another,) = queue.submit("another")
+    fake.wait_for("another")
+    fake.release()
+    queue.await_all("SUCCEEDED")
+    assert worker.is_running()
+    assert {queue.row(task_id)["attempt"] for task_id in (*ids, another)} == {1}
+
+
+def test_a_newer_schema_stops_no_worker_that_runs_and_no_outcome_is_lost(
+    processes: Processes, fake: FakeOllama, queue: Queue
+) -> None:
+    fake.default = slow()
+    ids = queue.submit("one", "two")
+    worker = processes.worker()
+    fake.wait_for(count=2)
+    queue.ask("INSERT INTO schema_version (version) VALUES (2)")
+    queue.ask(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = %s",
+        worker.name,
+    )
+    fake.release()
+    queue.await_all("SUCCEEDED")
+    assert {queue.row(task_id)["attempt"] for task_id in ids} == {1}
+    assert worker.terminate() == 0
+
+
+def test_a_second_signal_hands_a_suspect_back_at_once_too(
+    processes: Processes, fake: FakeOllama, queue: Queue
+) -> None:
+    processes.configure(worker={"lease_seconds": 30, "heartbeat_seconds": 1, "grace_seconds": 600})
+    fake.default = slow()
+    (suspect,) = queue.submit("suspect")
+    queue.ask("UPDATE tasks SET alone = true, delivery_count = 2, attempt = 2")
+    worker = processes.worker()
+    fake.wait_for("suspect")
+    worker.signal(signal.SIGTERM)
+    eventually(lambda: "action=stopping" in worker.log)
+    worker.signal(signal.SIGTERM)
+    assert worker.wait(60) == 0
+    row: dict[str, Any] = queue.row(suspect)
+    assert (row["status"], row["reason"], row["delivery_count"]) == ("PENDING", "released", 2)
