@@ -6,7 +6,10 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 import db
+from errors import DatabaseUnavailable
 from tests.support.fake_ollama import FakeOllama, slow
 from tests.support.processes import Processes, eventually
 from tests.support.queue import Queue
@@ -37,11 +40,11 @@ def test_a_process_that_is_frozen_in_the_middle_of_a_claim_lets_go_of_the_turn(
 ) -> None:
     """Where calls are limited, claims take turns: the frozen one's transaction is ended."""
     processes.configure(routing={"local_max_in_flight": 2})
-    begun = db.transaction(connect())  # as a claim that never goes on
-    begun.__enter__().execute("SELECT pg_advisory_xact_lock(hashtext('orchestrator claim'))")
-    processes.worker()
-    (task_id,) = queue.submit("task")
-    queue.await_status(task_id, "SUCCEEDED")
+    with pytest.raises(DatabaseUnavailable), db.transaction(connect()) as frozen:
+        frozen.execute("SELECT pg_advisory_xact_lock(hashtext('orchestrator claim'))")
+        processes.worker()
+        (task_id,) = queue.submit("task")
+        queue.await_status(task_id, "SUCCEEDED")
 
 
 def test_an_overdue_task_that_somebody_holds_makes_no_worker_spin(
