@@ -135,6 +135,9 @@ class WorkerSettings(Section):
         return self
 
 
+LARGEST_BATCH = 10_000
+
+
 class Limits(Section):
     max_prompt_bytes: AtLeastOne = 1024 * 1024
     max_metadata_bytes: AtLeastOne = 16 * 1024
@@ -143,7 +146,7 @@ class Limits(Section):
     max_error_bytes: AtLeastOne = 8 * 1024
     max_wait_seconds: Seconds = 60
     max_delay_seconds: Seconds = 31_536_000
-    max_batch_tasks: AtLeastOne = 1000
+    max_batch_tasks: Annotated[AtLeastOne, Field(le=LARGEST_BATCH)] = 1000
 
 
 class DatabaseSettings(Section):

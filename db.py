@@ -195,8 +195,8 @@ def _as_json(tasks: Sequence[NewTask], ordinals: Sequence[int]) -> str:
 
 SUBMIT_OWN_TASK = """
 SELECT submit_task(
-    %(prompt)s, tenant => %(tenant)s, priority => %(priority)s,
-    delay_seconds => %(delay_seconds)s, max_retry => %(max_retry)s,
+    %(prompt)s, tenant => %(tenant)s, priority => %(priority)s::integer,
+    delay_seconds => %(delay_seconds)s, max_retry => %(max_retry)s::integer,
     timeout_seconds => %(timeout_seconds)s, requested_route => %(route)s,
     metadata => %(metadata)s, idempotency_key => %(idempotency_key)s)
 """

@@ -110,7 +110,9 @@ class Worker:
         self.routes = Routes(settings.routing, decide_route)
         self._tokens = TokenSender(settings, name)
         self._doorbell = Doorbell()
-        self.runner = Runner(settings, self.routes, self._doorbell.ring, self._pass_on)
+        self.runner = Runner(
+            settings, self.routes, self._doorbell.ring, self._pass_on, self._report_soon
+        )
         self._heartbeat = Heartbeat(settings, name, self.held, self.runner.stop, self._report)
         self._link = Link(settings, name, on_first_open=self._heartbeat.begin)
         self.stop_signals = 0
@@ -342,6 +344,10 @@ class Worker:
         return time.monotonic() - self._last_start > SUSPECT_IDLE_SECONDS
 
     # --- the database ------------------------------------------------------------------------
+
+    def _report_soon(self) -> None:
+        """A route has opened or paused, on the runner's thread."""
+        self._heartbeat.nudge()
 
     def _report(self, conn: db.Connection) -> None:
         """Say that this worker lives; called by the heartbeat, on its connection."""

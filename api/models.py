@@ -8,14 +8,18 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from config import LARGEST_BATCH
 from states import Status
 
 Route = Literal["local", "cloud"]
 
 # pydantic can write no more than about 250 levels into an answer.
 DEEPEST_JSON = 100
+
+
+MOST_FIELDS = 50
 
 
 def storable_text(text: str) -> str:
@@ -63,10 +67,28 @@ Prompt = Annotated[
 Metadata = Annotated[dict[str, Any], AfterValidator(storable_json)]
 
 
-class PromptTask(BaseModel):
-    """The body of POST /tasks."""
+class Body(BaseModel):
+    """What all request bodies share: an unknown field is refused, and so is an army of them."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def few_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MOST_FIELDS:
+            raise ValueError(f"it has {len(value)} fields; none has more than {MOST_FIELDS}")
+        return value
+
+
+def few_items(value: Any) -> Any:
+    """Refuse a list far beyond any limit by its length, before its items are looked at."""
+    if isinstance(value, list) and len(value) > LARGEST_BATCH:
+        raise ValueError(f"it has {len(value)} items; limits.max_batch_tasks says how many may be")
+    return value
+
+
+class PromptTask(Body):
+    """The body of POST /tasks."""
 
     prompt: Prompt = Field(examples=["Write one sentence about durable queues."])
     priority: Annotated[int, Field(strict=True, ge=0, le=9)] = 0
@@ -79,12 +101,10 @@ class PromptTask(BaseModel):
     metadata: Metadata | None = None
 
 
-class Batch(BaseModel):
+class Batch(Body):
     """The body of POST /tasks/batch."""
 
-    model_config = ConfigDict(extra="forbid")
-
-    tasks: list[PromptTask] = Field(min_length=1)
+    tasks: Annotated[list[PromptTask], BeforeValidator(few_items), Field(min_length=1)]
 
 
 class TaskStatus(BaseModel):

@@ -25,6 +25,7 @@ from errors import (
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = "2"
+MOST_PROBLEMS_TOLD = 20
 BODY_TOO_LARGE = "the body is larger than limits.max_body_bytes of config.toml"
 STATUS_OF: dict[type[OrchestratorError], int] = {
     NotFound: 404,
@@ -63,10 +64,13 @@ async def _own(request: Request, error: OrchestratorError) -> JSONResponse:
 
 async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
     """422 that names each field; 400 for a body that is not JSON at all."""
-    problems = [_blame(one) for one in error.errors()]
-    if any(one["type"] == "json_invalid" for one in error.errors()):
-        return problem(400, f"the body is not JSON: {error.errors()[0]['ctx']['error']}")
+    found = error.errors()
+    if any(one["type"] == "json_invalid" for one in found):
+        return problem(400, f"the body is not JSON: {found[0]['ctx']['error']}")
+    problems = [_blame(one) for one in found[:MOST_PROBLEMS_TOLD]]
     sentence = "; ".join(f"{one['field']}: {one['message']}" for one in problems)
+    if len(found) > len(problems):
+        sentence += f"; and {len(found) - len(problems)} more"
     return problem(422, sentence, problems)
 
 

@@ -161,7 +161,7 @@ async def _lines(response: httpx.Response, longest: int) -> AsyncIterator[bytes]
 def _message(line: bytes) -> dict[str, Any]:
     try:
         message = json.loads(line)
-    except ValueError as failed:
+    except (ValueError, RecursionError) as failed:
         raise Failure("the model server sent something that is not JSON") from failed
     if not isinstance(message, dict):
         raise Failure("the model server sent JSON that is no object")

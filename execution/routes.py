@@ -26,7 +26,8 @@ DecideRoute = Callable[[Mapping[str, Any], Mapping[str, Any], Routing], str]
 
 @dataclass
 class _Route:
-    paused_because: str | None = "not probed yet"
+    is_open: bool = False  # before its first probe, too
+    paused_because: str | None = None  # what was found
     pause_seconds: float = 0.0  # the next pause, once there was one
 
 
@@ -48,7 +49,7 @@ class Routes:
         """Close a route; returns the seconds until its first probe."""
         with self._lock:
             route = self._routes[name]
-            route.paused_because = because
+            route.is_open, route.paused_because = False, because
             route.pause_seconds = max(route.pause_seconds, FIRST_PAUSE_SECONDS)
             wait_seconds = max(route.pause_seconds, retry_after_seconds or 0)
             route.pause_seconds = min(2 * route.pause_seconds, LONGEST_PAUSE_SECONDS)
@@ -57,6 +58,7 @@ class Routes:
     def open(self, name: str) -> None:
         """Let calls through again. The next pause stays long until a call has worked."""
         with self._lock:
+            self._routes[name].is_open = True
             self._routes[name].paused_because = None
 
     def worked(self, name: str) -> None:
@@ -65,7 +67,7 @@ class Routes:
             self._routes[name].pause_seconds = 0.0
 
     def paused(self) -> dict[str, str]:
-        """The routes that are closed now, and why."""
+        """The routes whose server was found away, and why."""
         with self._lock:
             return {
                 name: route.paused_because
@@ -77,9 +79,8 @@ class Routes:
 
     def wanted(self, look: Look) -> tuple[list[Wanted], dict[str, int | None]]:
         """What a claim may take now, with a budget for each route (None: no limit)."""
-        paused = self.paused()
         budgets = {
-            name: 0 if name in paused else self._places_left(name, look.in_flight)
+            name: self._places_left(name, look.in_flight) if self._is_open(name) else 0
             for name in ROUTES
         }
         self._left = dict(budgets)
@@ -93,7 +94,7 @@ class Routes:
 
     def open_requests(self) -> list[str]:
         """The requested routes whose tasks can all run now, as far as servers go."""
-        open_routes = [name for name in ROUTES if name not in self.paused()]
+        open_routes = [name for name in ROUTES if self._is_open(name)]
         if self._routing.fallback and open_routes:
             open_routes = list(ROUTES)
         return ["none", *open_routes, *(["auto"] if len(open_routes) == len(ROUTES) else [])]
@@ -101,6 +102,10 @@ class Routes:
     def choose(self, tasks: Sequence[ClaimedTask], depth: int) -> list[str | None]:
         """The route of each task, within the budgets of `wanted`; None: none, or none now."""
         return [self._choose(task, depth) for task in tasks]
+
+    def _is_open(self, name: str) -> bool:
+        with self._lock:
+            return self._routes[name].is_open
 
     def _places_left(self, name: str, in_flight: Mapping[str, int]) -> int | None:
         limit = self._routing.max_in_flight(name)

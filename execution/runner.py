@@ -35,7 +35,7 @@ class Runner:
     """Runs tasks until they end, are stopped, or meet their deadline.
 
     Tells `routes` what it learns of the servers behind them, and probes those that are away.
-    `on_piece` is told each piece of an answer, and
+    `on_piece` is told each piece of an answer, `on_route` that a route has opened or paused, and
     `on_finished` is called from the loop's thread each time there is something to take, or a
     route has opened.
     """
@@ -46,11 +46,13 @@ class Runner:
         routes: Routes,
         on_finished: Callable[[], None],
         on_piece: Callable[[ClaimedTask, str], None],
+        on_route: Callable[[], None] = lambda: None,
     ) -> None:
         self._settings = settings
         self._routes = routes
         self._on_finished = on_finished
         self._on_piece = on_piece
+        self._on_route = on_route
         self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
         self._running: dict[Lease, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
@@ -155,6 +157,7 @@ class Runner:
             return
         wait_seconds = self._routes.pause(route, str(ended), ended.retry_after_seconds)
         _log_paused(route, ended, wait_seconds)
+        self._on_route()
         self._begin_probing(route, wait_seconds)
 
     def _begin_probing(self, route: str, wait_seconds: float) -> None:
@@ -170,9 +173,11 @@ class Runner:
             except Outage as ended:
                 wait_seconds = self._routes.pause(route, str(ended), ended.retry_after_seconds)
                 _log_paused(route, ended, wait_seconds)
+                self._on_route()
         del self._probes[route]
         self._routes.open(route)
         say(logger, logging.INFO, f"Route {route} is open.", "route_open", route=route)
+        self._on_route()
         self._on_finished()
 
     async def _close(self) -> None:

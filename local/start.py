@@ -8,10 +8,16 @@ SIGTERM and SIGHUP end what was started, in the opposite order, each process by 
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":
+    # Until the handlers are set, Ctrl-C simply ends the process: as a KeyboardInterrupt in the
+    # middle of an import it can be swallowed there.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import fcntl
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator

@@ -42,11 +42,16 @@ class Heartbeat(threading.Thread):
         self._stop_work = stop
         self._report = report
         self._ended = threading.Event()
+        self._nudged = threading.Event()
         self._conn: db.Connection | None = None
 
     def run(self) -> None:
         pause_seconds = 0.0
-        while not self._ended.wait(pause_seconds):
+        while not self._ended.is_set():
+            self._nudged.wait(pause_seconds)
+            self._nudged.clear()
+            if self._ended.is_set():
+                break
             try:
                 self.beat_once()
                 pause_seconds = self._settings.worker.heartbeat_seconds
@@ -75,9 +80,14 @@ class Heartbeat(threading.Thread):
         if self.ident is None:
             self.start()
 
+    def nudge(self) -> None:
+        """Beat now: there is something to report."""
+        self._nudged.set()
+
     def end(self) -> None:
         """Stop after the beat that is under way."""
         self._ended.set()
+        self._nudged.set()
         if self.is_alive():
             self.join()
 

@@ -155,3 +155,19 @@ def test_many_doubles_at_once_over_two_processes_make_one_batch(
     assert sorted(answer.status_code for answer in answers) == [200] * 11 + [201]
     assert len({answer.text for answer in answers}) == 1
     assert stored(conn, client) == [item["prompt"] for item in items]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param({"tasks": [1] * 400_000}, id="items that are no tasks"),
+        pytest.param({"tasks": [{"prompt": "x"}] * 20_000}, id="more tasks than any limit"),
+        pytest.param({"tasks": [{"nonsense": 1}] * 5_000}, id="thousands of faults"),
+        pytest.param({f"field {number}": 1 for number in range(100_000)}, id="an army of fields"),
+    ],
+)
+def test_a_body_with_very_many_faults_gets_a_short_answer(client: Client, body: Any) -> None:
+    for path in ("/tasks/batch", "/tasks"):
+        answer = client.http.post(path, json=body)
+        assert answer.status_code == 422
+        assert len(answer.content) < 10_000

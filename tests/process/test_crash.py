@@ -9,7 +9,6 @@ import time
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import pytest
 
 import db
@@ -17,6 +16,8 @@ from config import DatabaseSettings
 from tests.support.fake_ollama import FakeOllama, Reply, answer, echo, slow
 from tests.support.processes import Processes, Worker, eventually
 from tests.support.queue import Queue
+
+psutil = pytest.importorskip("psutil", reason="comes with requirements-local.txt")
 
 LEASE_SECONDS = 2.0
 # Many beats in a lease: a healthy worker on a busy machine keeps its tasks.

@@ -8,11 +8,13 @@ import threading
 from dataclasses import dataclass
 
 import httpx
-import psutil
+import pytest
 
 import db
 from tests.support.fake_ollama import FakeOllama, answer, slow, status
 from tests.support.processes import Api, Processes, eventually
+
+psutil = pytest.importorskip("psutil", reason="comes with requirements-local.txt")
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def test_a_process_that_is_frozen_in_the_middle_of_a_claim_lets_go_of_the_turn(
 ) -> None:
     """Where calls are limited, claims take turns: the frozen one's transaction is ended."""
     processes.configure(routing={"local_max_in_flight": 2})
-    with pytest.raises(DatabaseUnavailable), db.transaction(connect()) as frozen:
+    with pytest.raises(DatabaseUnavailable), db.transaction(connect()) as frozen:  # noqa: PT012
         frozen.execute("SELECT pg_advisory_xact_lock(hashtext('orchestrator claim'))")
         processes.worker()
         (task_id,) = queue.submit("task")

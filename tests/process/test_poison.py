@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 
-import psutil
+import pytest
 
 import db
 from tests.support.fake_ollama import Behaviour, FakeOllama, Reply, slow
 from tests.support.processes import Processes, Worker, eventually
+
+psutil = pytest.importorskip("psutil", reason="comes with requirements-local.txt")
 
 
 def kill_the_caller(after_seconds: float) -> Behaviour:
