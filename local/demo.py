@@ -6,6 +6,7 @@ import contextlib
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +31,28 @@ GRACE_SECONDS = 40.0
 
 class DemoFailed(Exception):
     """What was promised did not happen."""
+
+
+class DemoStopped(Exception):
+    """Somebody pressed Ctrl-C."""
+
+
+class StopFlag:
+    """Ctrl-C and SIGTERM are only noted, and looked at where nothing is half done."""
+
+    def __init__(self) -> None:
+        self._asked = threading.Event()
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        self._asked.set()
+
+    def pause(self, seconds: float) -> None:
+        """Wait; raise DemoStopped if somebody asked to stop."""
+        if self._asked.wait(seconds):
+            raise DemoStopped
+
+
+stop = StopFlag()
 
 
 class Stage:
@@ -62,6 +85,7 @@ class Stage:
 
     def _start(self, name: str, *arguments: str) -> Child:
         log = self._folder / f"{name}.log"
+        stop.pause(0)
         child = Child(name, list(arguments), self._environment, GRACE_SECONDS, log)
         self._stack.callback(child.stop, lambda: 0)
         child.start()
@@ -87,7 +111,7 @@ def await_true(look: Callable[[], bool], seconds: float) -> None:
     while not look():
         if time.monotonic() > deadline:
             raise DemoFailed(f"it did not happen within {seconds:g} s")
-        time.sleep(LOOK_EVERY_SECONDS)
+        stop.pause(LOOK_EVERY_SECONDS)
 
 
 def show_recovery(stage: Stage) -> None:
@@ -133,7 +157,7 @@ def await_new_owner(stage: Stage, task_id: int) -> None:
             count_up(
                 f"   {shown:3} s: {task['status']}, lease_expires_at {task['lease_expires_at']}"
             )
-        time.sleep(LOOK_EVERY_SECONDS)
+        stop.pause(LOOK_EVERY_SECONDS)
 
 
 def count_up(text: str) -> None:
@@ -165,7 +189,8 @@ def judge(task: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, stop.note)
+    signal.signal(signal.SIGINT, stop.note)
     try:
         with (
             tempfile.TemporaryDirectory(prefix="orchestrator-demo-") as folder,
@@ -175,7 +200,7 @@ def main() -> int:
     except (DemoFailed, httpx.HTTPError) as failed:
         say(f"\nThe demo failed: {failed}")
         return 1
-    except KeyboardInterrupt:
+    except DemoStopped:
         say("\nStopped.")
         return 130
     say("\nThe demo came true, and everything it started is gone.")
@@ -186,10 +211,6 @@ def main() -> int:
 def stage_in(folder: Path) -> Iterator[Stage]:
     with contextlib.ExitStack() as stack:
         yield Stage(folder, stack)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":
