@@ -29,6 +29,8 @@ from errors import (
 )
 
 __all__ = [
+    "LARGEST_ID",
+    "SELECT_TASK",
     "Answer",
     "Connection",
     "Cursor",
@@ -43,9 +45,11 @@ __all__ = [
     "heard",
     "listen",
     "metrics",
+    "number_or_name",
     "ping",
     "submit_task",
     "submit_tasks",
+    "submit_tasks_in_tx",
     "transaction",
 ]
 

@@ -1,8 +1,8 @@
 """The claim: which due tasks a worker takes, and where it sends them.
 
 One transaction looks at the queue, asks the worker's policy what it can run now, leases the rows,
-and notes the route of each. Workers never wait for each other: rows that somebody holds are
-skipped, and the state predicate is inside the locking SELECT.
+and notes the route of each. Workers do not wait for each other, unless calls in flight are limited:
+rows that somebody holds are skipped, and the state predicate is inside the locking SELECT.
 """
 
 from __future__ import annotations

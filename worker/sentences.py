@@ -58,7 +58,7 @@ def log_lost(lease: Lease, worker: str) -> None:
     say(
         logger,
         logging.WARNING,
-        f"The lease of task {lease.task_id} is lost; whatever came of it is void.",
+        f"The lease of task {lease.task_id} is gone: taken over, or its end is written already.",
         "lease_lost",
         task_id=lease.task_id,
         worker=worker,
