@@ -57,6 +57,7 @@ from worker.doorbell import Doorbell
 from worker.heartbeat import Heartbeat
 from worker.held import Held
 from worker.link import Link
+from worker.outputs import with_outputs
 from worker.sentences import log_claimed, log_lost, log_settled
 from worker.settling import batch_to_settle, settle_batch
 from worker.suspects import SuspectProcess
@@ -224,12 +225,12 @@ class Worker:
             claim = self._claim(conn, free)
             self._last_tenant = claim.last_tenant or ""
             for task, route in claim.tasks:
-                self._start(task, route)
+                self._start(conn, task, route)
             if (next_due := claim.look.next_due_seconds) is not None:
                 # What is overdue still is a row that somebody holds: no reason to hurry.
                 pause = next_due if next_due > 0 else OVERDUE_SECONDS
                 self._sleep_seconds = min(self._sleep_seconds, pause)
-            if claim.look.has_suspect and not self.alone:
+            if claim.has_suspect and not self.alone:
                 self._suspects.start()
             if not claim.tasks:
                 self._note_contention(claim)
@@ -263,16 +264,19 @@ class Worker:
         self.held.add(task for task, _ in claim.tasks)
         return claim
 
-    def _start(self, task: ClaimedTask, route: str | None) -> None:
+    def _start(self, conn: db.Connection, task: ClaimedTask, route: str | None) -> None:
         self._last_start = time.monotonic()
         log_claimed(task, route, self.name)
         if route is None and task.requested_route != "none":
             # Its route closed, or filled up, between the look and the claim.
-            given_back = Outcome("released", delay_seconds=GIVEN_BACK_SECONDS)
-            self._unsettled.append((task.lease, given_back))
+            ready: ClaimedTask | Outcome = Outcome("released", delay_seconds=GIVEN_BACK_SECONDS)
+        else:
+            ready = with_outputs(conn, task)
+        if isinstance(ready, Outcome):
+            self._unsettled.append((task.lease, ready))
             self._sleep_seconds = 0.0
         else:
-            self.runner.start(task, route)
+            self.runner.start(ready, route)
 
     # --- sleeping and waking -----------------------------------------------------------------
 

@@ -93,11 +93,11 @@ class Routes:
         return wanted, budgets
 
     def open_requests(self) -> list[str]:
-        """The requested routes whose tasks can all run now, as far as servers go."""
+        """The requested routes of which some tasks can run now, as far as servers go."""
         open_routes = [name for name in ROUTES if self._is_open(name)]
         if self._routing.fallback and open_routes:
             open_routes = list(ROUTES)
-        return ["none", *open_routes, *(["auto"] if len(open_routes) == len(ROUTES) else [])]
+        return ["none", *open_routes, *(["auto"] if open_routes else [])]
 
     def choose(self, tasks: Sequence[ClaimedTask], depth: int) -> list[str | None]:
         """The route of each task, within the budgets of `wanted`; None: none, or none now."""

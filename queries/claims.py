@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from connection import Connection, Cursor, Row, transaction
@@ -28,13 +28,21 @@ class Wanted:
     min_chars: int | None = None
     max_chars: int | None = None
 
+    def takes(self, suspect: Row) -> bool:
+        """Whether a task with this requested_route and so many `chars` of prompt is wanted."""
+        return (
+            suspect["requested_route"] == self.requested_route
+            and (self.min_chars is None or suspect["chars"] >= self.min_chars)
+            and (self.max_chars is None or suspect["chars"] <= self.max_chars)
+        )
+
 
 @dataclass(frozen=True)
 class Look:
     """The queue just before a claim."""
 
     depth: int  # due tasks, counted as far as it matters
-    has_suspect: bool  # a task waits for its last try, alone
+    suspects: Sequence[Row]  # the first tasks that wait for their last try, alone
     slots: int  # that the worker has free
     next_due_seconds: float | None  # until the next delayed task is due; None: there is none
     in_flight: Mapping[str, int]  # calls per route, of all workers; only if there are limits
@@ -63,6 +71,7 @@ class Claim:
 
     tasks: list[tuple[ClaimedTask, str | None]]
     look: Look
+    has_suspect: bool = False  # a task could have its last try now, alone
     last_tenant: str | None = None  # the last that was looked at; None: nothing is due
 
 
@@ -125,10 +134,18 @@ chosen AS (
 
 # Instead: a suspect's last try, one task that no other may share a process with.
 CHOOSE_ALONE = """
-WITH chosen AS (
-    SELECT task_id FROM tasks
-    WHERE due AND alone AND requested_route = ANY(%(requested_routes)s)
-    ORDER BY task_id
+WITH asked AS (
+    SELECT * FROM jsonb_to_recordset(%(wanted)s::jsonb) AS w(
+        requested_route text, budget text, min_chars integer, max_chars integer)
+),
+chosen AS (
+    SELECT t.task_id FROM tasks t
+    WHERE t.due AND t.alone AND EXISTS (
+        SELECT FROM asked
+        WHERE asked.requested_route = t.requested_route
+          AND (asked.min_chars IS NULL OR char_length(t.payload ->> 'prompt') >= asked.min_chars)
+          AND (asked.max_chars IS NULL OR char_length(t.payload ->> 'prompt') <= asked.max_chars))
+    ORDER BY t.task_id
     LIMIT 1
     FOR NO KEY UPDATE SKIP LOCKED
 ),
@@ -145,8 +162,8 @@ claimed AS (
         attempt = attempt + 1, delivery_count = delivery_count + 1
     FROM chosen
     WHERE t.task_id = chosen.task_id AND t.status = 'PENDING' AND t.due
-    RETURNING t.task_id, coalesce(t.parent_id, t.task_id) AS root_id, t.lease_token::text,
-              t.priority, t.kind, t.payload, t.requested_route, t.timeout_seconds, t.attempt,
+    RETURNING t.task_id, t.parent_id AS run_id, t.step, t.lease_token::text, t.priority, t.kind,
+              t.payload, t.requested_route, t.timeout_seconds, t.attempt,
               t.delivery_count, t.retry_count
 )
 SELECT
@@ -170,9 +187,11 @@ SELECT
         SELECT FROM tasks WHERE due AND NOT alone
         ORDER BY requested_route, tenant, priority DESC, task_id
         LIMIT %(depth_limit)s) AS d) AS depth,
-    (SELECT task_id FROM tasks
-     WHERE due AND alone AND requested_route = ANY(%(open_requests)s)
-     ORDER BY task_id LIMIT 1) IS NOT NULL AS has_suspect,
+    (SELECT coalesce(jsonb_agg(first), '[]') FROM (
+        SELECT requested_route, coalesce(char_length(payload ->> 'prompt'), 0) AS chars FROM tasks
+        WHERE due AND alone AND requested_route = ANY(%(open_requests)s)
+        ORDER BY task_id
+        LIMIT 20) AS first) AS suspects,
     (SELECT extract(epoch FROM min(available_at) - current_instant())::double precision
      FROM tasks WHERE status = 'PENDING' AND NOT due) AS next_due_seconds,
     CASE WHEN %(count_in_flight)s THEN
@@ -205,8 +224,9 @@ def claim_tasks(
     with transaction(conn) as cursor:
         look = _look(cursor, slots, policy)
         wanted, budgets = policy.wanted(look)
+        has_suspect = any(one.takes(suspect) for one in wanted for suspect in look.suspects)
         if not look.depth or not wanted:
-            return Claim([], look)
+            return Claim([], look, has_suspect)
         values = {
             "worker": worker,
             "slots": slots,
@@ -215,18 +235,19 @@ def claim_tasks(
             "wanted": json.dumps([vars(one) for one in wanted]),
             "budgets": json.dumps(budgets),
         }
-        return _claim(cursor, CLAIM_TASKS, values, look, policy)
+        claim = _claim(cursor, CLAIM_TASKS, values, look, policy)
+        return replace(claim, has_suspect=has_suspect)
 
 
 def claim_alone(conn: Connection, worker: str, lease_seconds: float, policy: ClaimPolicy) -> Claim:
     """Lease the next suspect, for a process that runs nothing else meanwhile."""
     with transaction(conn) as cursor:
         look = _look(cursor, 1, policy)
-        policy.wanted(look)
+        wanted, _ = policy.wanted(look)
         values = {
             "worker": worker,
             "lease_seconds": lease_seconds,
-            "requested_routes": policy.open_requests(),
+            "wanted": json.dumps([vars(one) for one in wanted]),
         }
         return _claim(cursor, CLAIM_ALONE, values, look, policy, look.depth)
 
@@ -267,13 +288,14 @@ def _claim(
     ]
     if chosen:
         cursor.execute(SET_ROUTES, {"routes": json.dumps(chosen)})
-    return Claim(list(zip(tasks, routes, strict=True)), look, row["last_tenant"])
+    return Claim(list(zip(tasks, routes, strict=True)), look, last_tenant=row["last_tenant"])
 
 
 def _claimed(row: Row) -> ClaimedTask:
     return ClaimedTask(
-        lease=Lease(row["task_id"], row["lease_token"]),
-        root_id=row["root_id"],
+        lease=Lease(row["task_id"], row["lease_token"], row["run_id"]),
+        root_id=row["run_id"] or row["task_id"],
+        step=row["step"],
         kind=row["kind"],
         payload=row["payload"] if isinstance(row["payload"], dict) else {},
         requested_route=row["requested_route"],

@@ -3,8 +3,9 @@
 Every write after a claim says `task_id, lease_token, status = 'RUNNING'`, so that a worker whose
 lease was taken over changes nothing. Each public function is one transaction.
 
-Lock order: rows in ascending task_id; claim, heartbeat and reaper take only rows that nobody
-holds (SKIP LOCKED), so only a settle ever waits.
+Lock order: the rows of runs whose steps are in the batch, then the tasks, each in ascending
+task_id; claim, heartbeat and reaper take only rows that nobody holds (SKIP LOCKED), so only a
+settle ever waits.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from decimal import Decimal
 from typing import Any, Literal
 
 from config import Retry
-from connection import Connection, Row, fetch
+from connection import Connection, Row, fetch, transaction
+from queries.steps import end_steps, lock_runs
+from runs.templates import Reference
 
 Verdict = Literal["succeeded", "failure", "permanent", "deadline", "released", "outage"]
 
@@ -27,6 +30,7 @@ class Lease:
 
     task_id: int
     token: str
+    run_id: int | None = field(default=None, compare=False)  # of a step: to be locked first
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,16 @@ class ClaimedTask:
     attempt: int
     delivery_count: int
     retry_count: int
+    step: str | None = None  # its name in its run
+    outputs: Mapping[Reference, Any] = field(default_factory=dict)  # that its payload refers to
 
     @property
     def task_id(self) -> int:
         return self.lease.task_id
+
+    @property
+    def run_id(self) -> int | None:
+        return self.lease.run_id
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,7 @@ class Settled:
     """What became of a task: its new status, the reason, and when it can run again."""
 
     task_id: int
+    run_id: int | None
     token: str  # of the lease that ended
     status: str
     reason: str
@@ -188,8 +199,8 @@ SET status = d.to_status,
     finished_at = CASE WHEN d.to_status NOT IN ('PENDING', 'AWAITING_APPROVAL') THEN moment.at END
 FROM decided d CROSS JOIN moment
 WHERE t.task_id = d.task_id AND t.status = 'RUNNING' AND t.lease_token = d.lease_token
-RETURNING t.task_id, d.lease_token::text AS token, t.status::text, t.reason, t.attempt,
-          t.retry_count, t.delivery_count,
+RETURNING t.task_id, t.parent_id AS run_id, d.lease_token::text AS token, t.status::text,
+          t.reason, t.attempt, t.retry_count, t.delivery_count,
           greatest(0, extract(epoch FROM t.available_at - t.updated_at))::double precision
               AS delay_seconds,
           t.last_error AS error, t.truncated
@@ -199,16 +210,23 @@ RETURNING t.task_id, d.lease_token::text AS token, t.status::text, t.reason, t.a
 def settle_tasks(
     conn: Connection, outcomes: Sequence[tuple[Lease, Outcome]], retry: Retry
 ) -> list[Settled]:
-    """Write what came of each leased task; a task missing from the answer was no longer ours."""
-    rows = fetch(
-        conn,
-        SETTLE_TASKS,
-        {
-            "outcomes": json.dumps([_as_row(*pair) for pair in outcomes], ensure_ascii=False),
-            "max_retry": retry.max_retry,
-            "max_delay_seconds": retry.max_delay_seconds,
-        },
-    )
+    """Write what came of each leased task; a task missing from the answer was no longer ours.
+
+    The end of a step promotes, cancels and ends what depends on it, in the same transaction.
+    """
+    values = {
+        "outcomes": json.dumps([_as_row(*pair) for pair in outcomes], ensure_ascii=False),
+        "max_retry": retry.max_retry,
+        "max_delay_seconds": retry.max_delay_seconds,
+    }
+    run_ids = {lease.run_id for lease, _ in outcomes if lease.run_id is not None}
+    if not run_ids:
+        return [Settled(**row) for row in fetch(conn, SETTLE_TASKS, values)]
+    with transaction(conn) as cursor:
+        lock_runs(cursor, run_ids)
+        cursor.execute(SETTLE_TASKS, values)
+        rows = cursor.fetchall()
+        end_steps(cursor, rows)
     return [Settled(**row) for row in rows]
 
 
@@ -216,6 +234,19 @@ def _as_row(lease: Lease, outcome: Outcome) -> Row:
     cost = None if outcome.cost is None else str(outcome.cost)
     return {**vars(outcome), **vars(lease), "cost": cost}
 
+
+# The reaper waits for nobody: steps of a run whose row is held have to wait for the next round.
+LOCK_RUNS_OF_EXPIRED = """
+SELECT task_id FROM tasks
+WHERE task_id IN (
+    SELECT parent_id FROM tasks
+    WHERE status = 'RUNNING' AND lease_expires_at < current_instant() AND parent_id IS NOT NULL
+      AND task_id > %(after)s AND (%(only)s::bigint IS NULL OR task_id = %(only)s)
+    ORDER BY task_id
+    LIMIT %(sweep_limit)s)
+ORDER BY task_id
+FOR NO KEY UPDATE SKIP LOCKED
+"""
 
 # RUNNING -> PENDING (reaped), FAILED (max_delivery) or CANCELLED, where the lease has run out.
 # Of tasks that went down with one process, one may be poison. They come back spread over a few
@@ -227,6 +258,7 @@ WITH expired AS (
     FROM tasks
     WHERE status = 'RUNNING' AND lease_expires_at < current_instant()
       AND task_id > %(after)s AND (%(only)s::bigint IS NULL OR task_id = %(only)s)
+      AND CASE WHEN parent_id IS NULL THEN true ELSE parent_id = ANY(%(locked_runs)s) END
     ORDER BY task_id
     LIMIT %(sweep_limit)s
     FOR NO KEY UPDATE SKIP LOCKED
@@ -268,8 +300,8 @@ SET status = d.to_status,
     finished_at = CASE WHEN d.to_status <> 'PENDING' THEN moment.at END
 FROM decided d CROSS JOIN moment
 WHERE t.task_id = d.task_id AND t.status = 'RUNNING' AND t.lease_token = d.lease_token
-RETURNING t.task_id, d.lease_token::text AS token, t.status::text, t.reason, t.attempt,
-          t.retry_count, t.delivery_count,
+RETURNING t.task_id, t.parent_id AS run_id, d.lease_token::text AS token, t.status::text,
+          t.reason, t.attempt, t.retry_count, t.delivery_count,
           greatest(0, extract(epoch FROM t.available_at - t.updated_at))::double precision
               AS delay_seconds,
           t.last_error AS error, t.truncated
@@ -280,17 +312,19 @@ def reap_tasks(
     conn: Connection, retry: Retry, spread_seconds: float, after: int = 0, only: int | None = None
 ) -> list[Settled]:
     """Take back up to 500 tasks whose lease has run out, numbers above `after`, lowest first."""
-    rows = fetch(
-        conn,
-        REAP_TASKS,
-        {
-            "max_delivery": retry.max_delivery,
-            "spread_seconds": spread_seconds,
-            "sweep_limit": 500,
-            "after": after,
-            "only": only,
-        },
-    )
+    values = {
+        "max_delivery": retry.max_delivery,
+        "spread_seconds": spread_seconds,
+        "sweep_limit": 500,
+        "after": after,
+        "only": only,
+    }
+    with transaction(conn) as cursor:
+        cursor.execute(LOCK_RUNS_OF_EXPIRED, values)
+        locked = [row["task_id"] for row in cursor.fetchall()]
+        cursor.execute(REAP_TASKS, {**values, "locked_runs": locked})
+        rows = cursor.fetchall()
+        end_steps(cursor, rows)
     return [Settled(**row) for row in rows]
 
 

@@ -1,7 +1,8 @@
-"""What a user does to tasks beside submitting one: a batch, cancel, requeue.
+"""What a user does to tasks beside submitting one: a batch, cancel, approve, requeue.
 
 Whether it may be done is decided by the statement that does it, on the row it has locked: so a
 cancel and a settle that meet on one row take turns, and the second sees what the first has done.
+What is done to a step is carried on to its run, whose row is locked before: queries/steps.py.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from connection import Connection, Row, fetch, transaction
+from connection import Connection, Cursor, Row, fetch, transaction
 from db import NewTask, Submitted, number_or_name, submit_tasks_in_tx
 from errors import KeyReused, NotFound, StateConflict
+from queries.steps import end_steps, lock_runs, revive_run
 from states import Status
 
 
@@ -76,7 +78,8 @@ def _batch_of_key(conn: Connection, first: NewTask) -> list[Submitted]:
 
 # By number, or by name: then the newest that bears it.
 FIND_TASK = """
-SELECT task_id, coalesce(name, task_id::text) AS shown_as, name, status::text, reason
+SELECT task_id, coalesce(name, task_id::text) AS shown_as, name, kind, status::text, reason,
+       parent_id AS run_id
 FROM tasks
 WHERE tenant = %(tenant)s
   AND (task_id = %(number)s::bigint OR name = %(name)s::text)
@@ -87,11 +90,22 @@ LIMIT 1
 
 
 def find_task(conn: Connection, tenant: str, reference: str) -> Row:
-    """Number, name, status and reason of the tenant's task; NotFound otherwise."""
+    """Number, name, kind, status, reason and run of the tenant's task; NotFound otherwise."""
     rows = fetch(conn, FIND_TASK, {"tenant": tenant, **number_or_name(reference)})
     if not rows:
         raise NotFound()
     return rows[0]
+
+
+# Names in the audit log, till the end of the transaction, whom it acts for.
+ACT_FOR = "SELECT set_config('orchestrator.acts_for', %(by)s, true)"
+
+
+def _change(cursor: Cursor, statement: str, task: Row, by: str, **values: object) -> Row | None:
+    """Run the statement on a task whose run is locked; the task as changed, None if it was not."""
+    cursor.execute(ACT_FOR + ";" + statement, {"task_id": task["task_id"], "by": by, **values})
+    rows = cursor.fetchall()
+    return rows[0] if rows else None
 
 
 # BLOCKED, PENDING, AWAITING_APPROVAL -> CANCELLED; RUNNING stays so and is asked to stop: from
@@ -105,7 +119,7 @@ SET status = CASE WHEN status = 'RUNNING' THEN status ELSE 'CANCELLED' END,
     finished_at = CASE WHEN status <> 'RUNNING' THEN current_instant() END,
     updated_at = current_instant()
 WHERE task_id = %(task_id)s AND status NOT IN ('SUCCEEDED', 'FAILED', 'CANCELLED')
-RETURNING status::text
+RETURNING task_id, parent_id AS run_id, status::text
 """
 
 
@@ -121,18 +135,59 @@ def cancel_task(conn: Connection, tenant: str, reference: str) -> Changed:
                 f"task {task['shown_as']} is {task['status']} already; "
                 "only a task that has not ended can be cancelled"
             )
-        if rows := fetch(conn, CANCEL_UNLESS_FINAL, {"task_id": task["task_id"]}):
-            return _changed(task, rows[0])
+        with transaction(conn) as cursor:
+            _lock_run_of(cursor, task)
+            if row := _change(cursor, CANCEL_UNLESS_FINAL, task, tenant):
+                end_steps(cursor, [row])
+                return _changed(task, row)
         # It ended between the two statements: look again, to say how.
 
 
-# FAILED -> PENDING (requeued), due now, as if it had never been tried. What went wrong before is
-# in the audit log; `attempt` and what was paid stay.
+# AWAITING_APPROVAL -> SUCCEEDED (approved), FAILED (rejected): an approval step. Of many decisions
+# one finds it waiting.
+DECIDE_APPROVAL = """
+UPDATE tasks
+SET status = (CASE WHEN %(approved)s THEN 'SUCCEEDED' ELSE 'FAILED' END)::task_status,
+    reason = CASE WHEN %(approved)s THEN 'approved' ELSE 'rejected' END,
+    result = jsonb_build_object('approved', %(approved)s, 'feedback', %(feedback)s::text),
+    last_error = CASE WHEN NOT %(approved)s THEN
+        concat_ws(': ', 'rejected', %(feedback)s::text) END,
+    finished_at = current_instant(),
+    updated_at = current_instant()
+WHERE task_id = %(task_id)s AND status = 'AWAITING_APPROVAL' AND kind = 'approval'
+RETURNING task_id, parent_id AS run_id, status::text
+"""
+
+
+def approve_task(
+    conn: Connection, tenant: str, reference: str, approved: bool, feedback: str | None
+) -> Changed:
+    """Decide what waits for a person; NotFound, or StateConflict when it does not wait."""
+    while True:
+        task = find_task(conn, tenant, reference)
+        if task["status"] != Status.AWAITING_APPROVAL:
+            raise StateConflict(
+                f"task {task['shown_as']} is {task['status']}; "
+                "only a task that waits for approval can be approved or rejected"
+            )
+        with transaction(conn) as cursor:
+            _lock_run_of(cursor, task)
+            decision = {"approved": approved, "feedback": feedback}
+            if row := _change(cursor, DECIDE_APPROVAL, task, tenant, **decision):
+                end_steps(cursor, [row])
+                return _changed(task, row)
+        # Somebody else decided between the two statements: look again, to say so.
+
+
+# FAILED -> PENDING (requeued), due now, as if it had never been tried; an approval that was
+# rejected -> AWAITING_APPROVAL. What went wrong before is in the audit log; `attempt` and what was
+# paid stay.
 REQUEUE_IF_DEAD = """
 UPDATE tasks
-SET status = 'PENDING',
+SET status = (CASE kind WHEN 'approval' THEN 'AWAITING_APPROVAL' ELSE 'PENDING' END)::task_status,
     reason = 'requeued',
-    due = true,
+    result = NULL,
+    due = kind <> 'approval',
     available_at = current_instant(),
     alone = false,
     cancel_requested = false,
@@ -141,23 +196,43 @@ SET status = 'PENDING',
     last_error = NULL,
     updated_at = current_instant(),
     finished_at = NULL
-WHERE task_id = %(task_id)s AND status = 'FAILED' AND kind <> 'run' AND reason <> 'rejected'
-RETURNING status::text
+WHERE task_id = %(task_id)s AND status = 'FAILED' AND kind <> 'run'
+RETURNING task_id, parent_id AS run_id, status::text
 """
 
 
 def requeue_task(conn: Connection, tenant: str, reference: str) -> Changed:
-    """Give a dead letter a new life; NotFound, or StateConflict when it is no dead letter."""
+    """Give a dead letter a new life, or a rejected approval another decision.
+
+    A step takes along the descendants that its death alone had cancelled. NotFound, or
+    StateConflict when it is not FAILED, or its run was cancelled.
+    """
     while True:
         task = find_task(conn, tenant, reference)
-        if task["status"] != Status.FAILED or task["reason"] == "rejected":
-            state = "was rejected" if task["reason"] == "rejected" else f"is {task['status']}"
+        if task["status"] != Status.FAILED:
             raise StateConflict(
-                f"task {task['shown_as']} {state}; only a dead letter (FAILED) can be requeued"
+                f"task {task['shown_as']} is {task['status']}; "
+                "only a dead letter (FAILED) can be requeued"
             )
-        if rows := fetch(conn, REQUEUE_IF_DEAD, {"task_id": task["task_id"]}):
-            return _changed(task, rows[0])
+        with transaction(conn) as cursor:
+            _refuse_if_cancelled(_lock_run_of(cursor, task))
+            if row := _change(cursor, REQUEUE_IF_DEAD, task, tenant):
+                if row["run_id"]:
+                    revive_run(cursor, row["run_id"], row["task_id"])
+                return _changed(task, row)
         # Somebody else requeued it between the two statements: look again, to say so.
+
+
+def _lock_run_of(cursor: Cursor, task: Row) -> Row | None:
+    """Before a step is changed: the row of its run, locked. A lone task has none."""
+    return lock_runs(cursor, [task["run_id"]])[0] if task["run_id"] else None
+
+
+def _refuse_if_cancelled(run: Row | None) -> None:
+    if run and run["cancel_requested"]:
+        raise StateConflict(
+            f"run {run['task_id']}, of which this is a step, was cancelled; submit a new run"
+        )
 
 
 def _changed(task: Row, row: Row) -> Changed:

@@ -300,22 +300,6 @@ def test_only_a_dead_letter_can_be_requeued(conn: Connection) -> None:
     assert "requeued" not in story(conn, waits)
 
 
-def test_a_rejected_approval_is_no_dead_letter(conn: Connection) -> None:
-    statement = """
-        INSERT INTO tasks (kind, payload, status, due)
-        VALUES ('approval', '{}', 'AWAITING_APPROVAL', false) RETURNING task_id
-    """
-    task_id = db.fetch(conn, statement)[0]["task_id"]
-    reject = """
-        UPDATE tasks SET status = 'FAILED', reason = 'rejected', last_error = 'no',
-                         finished_at = current_instant()
-        WHERE task_id = %(id)s
-    """
-    db.fetch(conn, reject, {"id": task_id})
-    with pytest.raises(StateConflict, match="was rejected"):
-        requeue_task(conn, "default", str(task_id))
-
-
 def test_of_two_requeues_at_once_one_gives_a_new_life_and_the_other_hears_of_it(
     connect: Connect,
 ) -> None:

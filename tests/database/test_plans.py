@@ -19,7 +19,7 @@ import pytest
 import db
 from config import ROOT
 from db import Connection, Row
-from queries import claims, events, leases, listings, operations
+from queries import claims, events, leases, listings, operations, runs, steps
 from queries.leases import Outcome
 from states import Kind, Status
 from tests.conftest import administrator, fresh_database, settings_for
@@ -51,8 +51,13 @@ NO_ROWS = json.dumps([])
 A_SNAPSHOT = "1:1:"
 # By the name of the parameter: any statement that takes it can be asked for its plan with this.
 SAMPLES: dict[str, Any] = {
-    **dict.fromkeys(("tasks", "leases", "outcomes", "routes", "wanted"), NO_ROWS),
+    **dict.fromkeys(("tasks", "leases", "outcomes", "routes", "wanted", "references"), NO_ROWS),
+    **dict.fromkeys(("steps", "edges"), NO_ROWS),
     **dict.fromkeys(("task_id", "number", "root_id", "after", "last_id", "before", "only"), 7),
+    **dict.fromkeys(("run_id", "count"), 7),
+    **{name: [7] for name in ("run_ids", "succeeded", "dead", "locked_runs")},
+    "approved": True,
+    "payload": "{}",
     **dict.fromkeys(("limit", "most", "slots", "sweep_limit", "depth_limit", "most_bytes"), 4),
     **dict.fromkeys(("max_retry", "max_delivery", "max_delay_seconds"), 3),
     **dict.fromkeys(("lease_seconds", "spread_seconds", "present_seconds", "delay_seconds"), 1.0),
@@ -124,11 +129,33 @@ INSERT INTO tasks (
 SELECT 'prompt', '{}', 'RUNNING', 'claimed', false, 'w1', current_instant(), gen_random_uuid(),
        current_instant() + make_interval(mins => n - 50), 1, 1, 'local'
 FROM generate_series(1, 100) AS n;
+INSERT INTO tasks (task_id, kind, tenant, payload, status, due)
+SELECT 1000000 + 1000 * run, 'run', 'tenant-7', '{"goal": "g"}', 'BLOCKED', false
+FROM generate_series(1, 40) AS run;
+INSERT INTO tasks (
+    task_id, kind, tenant, payload, parent_id, step, unmet, status, reason, due, result,
+    finished_at)
+SELECT 1000000 + 1000 * run + n, 'tool', 'tenant-7', '{}', 1000000 + 1000 * run, 'step-' || n,
+       CASE WHEN n <= 400 THEN 0 ELSE 2 END, s.status::task_status, s.reason, false,
+       CASE WHEN n <= 400 THEN '{}'::jsonb END, CASE WHEN n <= 400 THEN current_instant() END
+FROM generate_series(1, 40) AS run CROSS JOIN generate_series(1, 900) AS n
+CROSS JOIN LATERAL (VALUES (
+    CASE WHEN n <= 400 THEN 'SUCCEEDED' ELSE 'BLOCKED' END,
+    CASE WHEN n <= 400 THEN 'succeeded' ELSE 'created' END)) AS s(status, reason);
+INSERT INTO step_edges (task_id, needs)
+SELECT task_id, needed
+FROM tasks CROSS JOIN LATERAL (VALUES (task_id - 200), (task_id - 201)) AS e(needed)
+WHERE kind = 'tool' AND unmet = 2;
 ALTER TABLE tasks ENABLE TRIGGER USER;
 INSERT INTO audit_log (root_id, task_id, tenant, to_status, reason, attempt)
 SELECT task_id, task_id, tenant, status, reason, 1 FROM tasks CROSS JOIN generate_series(1, 2)
 WHERE task_id <= 50000;
+INSERT INTO audit_log (root_id, run_id, task_id, step, tenant, to_status, reason, attempt)
+SELECT parent_id, parent_id, task_id, step, tenant, status, reason, 1 FROM tasks
+WHERE parent_id IS NOT NULL;
 """
+
+A_RUN = 1_020_000  # of forty alike: 400 steps have succeeded, each of 500 needs two others
 
 
 @pytest.fixture(scope="module", params=["fresh", "stale"])
@@ -137,17 +164,23 @@ def full(request: pytest.FixtureRequest, server_url: str) -> Iterator[Connection
     with fresh_database(server_url) as url:
         with administrator(url) as cursor:
             cursor.execute("ALTER TABLE tasks SET (autovacuum_enabled = false)")
-            cursor.execute("ANALYZE tasks, audit_log")
+            cursor.execute("ANALYZE tasks, audit_log, step_edges")
             cursor.execute(FILL)
             if request.param == "fresh":
-                cursor.execute("ANALYZE tasks, audit_log")
+                cursor.execute("ANALYZE tasks, audit_log, step_edges")
         with contextlib.closing(db.connect(url, settings_for(url).database, "test")) as conn:
             yield conn
 
 
 SETTLED = vars(Outcome("succeeded", result={}))
 CAPS = {"max_retry": 3, "max_delay_seconds": 60}
-REAP = {"max_delivery": 3, "spread_seconds": 5, "sweep_limit": 10, "after": 0}
+REAP = {
+    "max_delivery": 3,
+    "spread_seconds": 5,
+    "sweep_limit": 10,
+    "after": 0,
+    "locked_runs": [],
+}
 LOOK = {"depth_limit": 10, "open_requests": ["auto", "local", "cloud", "none"]}
 CLAIM = {"worker": "w1", "slots": 4, "lease_seconds": 30, "budgets": "{}"}
 WANTED = json.dumps([vars(claims.Wanted(route, "all")) for route in ("none", "local", "auto")])
@@ -180,12 +213,13 @@ def of_workers(leased: list[Row]) -> dict[str, Ask]:
         "look, with limits": (claims.LOOK, {**LOOK, "count_in_flight": True}, 60, RUNNING),
         "claim 4, first tenant": (claims.CLAIM_TASKS, {**claim, **first_tenant}, 500, 4),
         "claim 4, late tenant": (claims.CLAIM_TASKS, {**claim, **late_tenant}, 500, 4),
-        "claim a suspect": (claims.CLAIM_ALONE, {**CLAIM, "requested_routes": ["auto"]}, 100, 1),
+        "claim a suspect": (claims.CLAIM_ALONE, claim, 100, 5),
         "note 8 routes": (claims.SET_ROUTES, routes, 120, 8),
         "renew 8 leases": (leases.RENEW_LEASES, renew, 120, 8),
         "settle 8": (leases.SETTLE_TASKS, settle, 400, 8),
         "reap 10": (leases.REAP_TASKS, {**REAP, "only": None}, 400, 10),
         "reap one": (leases.REAP_TASKS, {**REAP, "only": leased[0]["task_id"] - 90}, 100, 1),
+        "the runs of 10 expired": (leases.LOCK_RUNS_OF_EXPIRED, {**REAP, "only": None}, 30, 10),
         "see 10 expired": (leases.EXPIRED_TASKS, {"sweep_limit": 10, "after": 0}, 30, 10),
         "is there work": (leases.HAS_WORK, {}, 40, 0),
     }
@@ -201,6 +235,7 @@ def of_the_api(here: events.Position) -> dict[str, Ask]:
     now = {"root_id": 4711, "before": here.now, "now": here.now, "last_id": 0, "most": 500}
     old = {**now, "before": A_SNAPSHOT, "now": A_SNAPSHOT}
     submit = {"tasks": json.dumps(SUBMIT)}
+    decide = {"task_id": 60_000, "approved": True, "feedback": None}
     return {
         "submit 20": (db.SUBMIT_TASKS, submit, 1000, 20),
         "the tasks of 20 keys": (db.FIRST_OF_KEYS, submit, 160, 20),
@@ -211,12 +246,39 @@ def of_the_api(here: events.Position) -> dict[str, Ask]:
         "the batch of a key": (operations.BATCH_OF_KEY, batch, 20, 1),
         "cancel": (operations.CANCEL_UNLESS_FINAL, {"task_id": 60_000}, 60, 0),
         "requeue": (operations.REQUEUE_IF_DEAD, {"task_id": 100}, 60, 0),
-        "the newest of all": (listings.LIST_TASKS, {**listed, **everything}, 800, 63),
-        "older ones": (listings.LIST_TASKS, {**listed, **everything, "before": 30_000}, 800, 63),
+        "decide": (operations.DECIDE_APPROVAL, decide, 60, 0),
+        "the newest of all": (listings.LIST_TASKS, {**listed, **everything}, 800, 84),
+        "older ones": (listings.LIST_TASKS, {**listed, **everything, "before": 30_000}, 800, 84),
         "dead letters": (listings.LIST_DEAD_LETTERS, dead, 400, 21),
         "audit": (listings.LIST_TRANSITIONS, {"task_id": 4711, "after": 0, "limit": 20}, 30, 2),
         "no events": (events.READ_EVENTS, now, 30, 2),
         "events from the beginning": (events.READ_EVENTS, old, 30, 2),
+    }
+
+
+def of_runs() -> dict[str, Ask]:
+    one = {"run_id": A_RUN, "run_ids": [A_RUN], "task_id": A_RUN + 250}
+    ended = {**one, "succeeded": [A_RUN + 250, A_RUN + 251], "dead": [A_RUN + 650]}
+    references = [{"ordinal": n, "step": f"step-{n}", "path": []} for n in range(1, 5)]
+    asked = {**one, "references": json.dumps(references), "most_bytes": 2**20}
+    shown = {"number": A_RUN, "tenant": "tenant-7", "present_seconds": 30, "most_bytes": 2**20}
+    listed = {"kinds": ["run"], "statuses": ["BLOCKED"], "tenant": "tenant-7", "limit": 5}
+    audit = {"run_id": A_RUN, "after": 0, "limit": 20}
+    return {
+        "lock a run": (steps.LOCK_RUNS, one, 20, 1),
+        "promote": (steps.PROMOTE_STEPS, ended, 200, 4),
+        "cancel descendants": (steps.CANCEL_DESCENDANTS, ended, 400, 8),
+        "end a run": (steps.END_RUNS, ended, 40, 0),
+        "revive descendants": (steps.REVIVE_DESCENDANTS, ended, 3000, 1000),
+        "reopen a run": (steps.REOPEN_RUN, one, 40, 0),
+        "read four outputs": (steps.READ_OUTPUTS, asked, 80, 4),
+        "find a run": (runs.FIND_RUN, shown, 20, 1),
+        "a run of 900 steps": (runs.GET_RUN, shown, 20_000, 2000),
+        "the newest runs": (runs.LIST_RUNS, {**listed, "before": db.LARGEST_ID}, 8000, 5600),
+        "the audit of a run": (runs.LIST_RUN_TRANSITIONS, audit, 60, 21),
+        "ask a run to stop": (runs.CANCEL_RUN, one, 40, 0),
+        "lock the steps": (runs.LOCK_STEPS, one, 3000, 900),
+        "cancel 500 steps": (runs.CANCEL_STEPS, one, 20_000, 900),
     }
 
 
@@ -225,7 +287,7 @@ def hot(conn: Connection) -> dict[str, Ask]:
         SELECT task_id, lease_token AS token FROM tasks
         WHERE status = 'RUNNING' ORDER BY task_id DESC LIMIT 8
     """
-    return {**of_workers(sql(conn, leased)), **of_the_api(events.here(conn))}
+    return {**of_workers(sql(conn, leased)), **of_the_api(events.here(conn)), **of_runs()}
 
 
 def test_no_hot_statement_reads_a_table_sorts_a_backlog_or_touches_many_pages(
@@ -258,6 +320,11 @@ NOT_HOT = {
     "METRICS": "a figure over all tasks, read by people every few seconds",
     "SUBMIT_OWN_TASK": "one INSERT and one look by a unique key",
     "TAKE_TURN": "touches no table",
+    "ACT_FOR": "touches no table",
+    "DRAW_NUMBERS": "touches no table",
+    "CREATE_RUN": "inserts one row",
+    "CREATE_STEPS": "inserts what it is given",
+    "CREATE_EDGES": "inserts what it is given",
     "HERE": "touches no table",
     "LIST_WORKERS": "there are as many rows as workers",
     "READ_QUEUE": "counts: test_listing_plans.py",

@@ -176,6 +176,14 @@ IMPOSSIBLE = [
     ("final_is_finished", "RUNNING", "finished_at = current_instant()"),
     ("succeeded_has_a_result", "SUCCEEDED", "result = NULL"),
     ("failed_has_an_error", "FAILED", "last_error = NULL"),
+    ("only_a_step_depends", "BLOCKED", "unmet = 1"),
+    ("only_a_step_depends", "BLOCKED", "unmet = -1"),
+    ("nothing_unmet_has_begun", "PENDING", "unmet = 1, parent_id = 1, step = 'a'"),
+    ("nothing_unmet_has_begun", "SUCCEEDED", "unmet = 1, parent_id = 1, step = 'a'"),
+    ("only_running_is_asked_to_cancel", "BLOCKED", "cancel_requested = true"),
+    ("run_only_waits_and_ends", "PENDING", "kind = 'run'"),
+    ("run_only_waits_and_ends", "RUNNING", "kind = 'run'"),
+    ("run_only_waits_and_ends", "AWAITING_APPROVAL", "kind = 'run'"),
 ]  # fmt: skip
 
 
@@ -196,7 +204,9 @@ def test_no_check_of_any_table_is_without_a_row_that_it_refuses(conn: Connection
         SELECT conname FROM pg_constraint
         WHERE contype = 'c' AND connamespace = 'public'::regnamespace
     """)  # fmt: skip
-    assert {entry["conname"] for entry in found} == {case[0] for case in IMPOSSIBLE}
+    of_other_tables = {"parents_have_lower_numbers"}  # test_runs.py
+    checked = {case[0] for case in IMPOSSIBLE} | of_other_tables
+    assert {entry["conname"] for entry in found} == checked
 
 
 def test_the_rows_that_the_statements_write_pass_every_check(conn: Connection) -> None:
@@ -255,9 +265,10 @@ def test_every_number_that_counts_is_a_bigint(conn: Connection) -> None:
     found = sql(conn, """
         SELECT table_name || '.' || column_name AS name FROM information_schema.columns
         WHERE table_schema = 'public' AND data_type IN ('integer', 'smallint')
-          AND table_name IN ('tasks', 'audit_log')
+          AND table_name IN ('tasks', 'audit_log', 'step_edges')
     """)  # fmt: skip
-    assert {entry["name"] for entry in found} == {"tasks.priority", "tasks.max_retry"}
+    few = {"tasks.priority", "tasks.max_retry", "tasks.unmet"}  # the last: limits.max_run_edges
+    assert {entry["name"] for entry in found} == few
 
 
 def test_the_largest_number_there_can_be_is_found(own_conn: Connection) -> None:

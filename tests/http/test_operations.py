@@ -82,14 +82,13 @@ def test_a_dead_letter_runs_again_with_fresh_counters_and_no_error(
     assert client.task(task_id)["error"] is None
 
 
-def test_what_is_no_dead_letter_cannot_be_requeued(
+def test_what_has_not_failed_cannot_be_requeued(
     client: Client, conn: Connection, requeue: Call
 ) -> None:
     waits = client.submit()
     assert f"task {waits} is PENDING" in refused(requeue(waits), 409)
-    rejected = lives.insert(conn, "AWAITING_APPROVAL", tenant=client.tenant)
-    lives.reject(conn, rejected)
-    assert "was rejected" in refused(requeue(rejected), 409)
+    lives.end(conn, waits, "succeeded")
+    assert f"task {waits} is SUCCEEDED" in refused(requeue(waits), 409)
 
 
 @pytest.mark.parametrize("reference", [2**63, "9" * 5000, "nobody", "%00", "%F0%9F%90%98", "-1"])

@@ -94,6 +94,19 @@ def test_the_last_try_of_a_suspect_is_in_a_process_of_its_own(
     assert api.await_status(suspect, "SUCCEEDED")["delivery_count"] == 3
 
 
+def test_a_suspect_without_a_route_gets_its_last_try_where_it_would_go_while_the_other_is_away(
+    processes: Processes, fake: FakeOllama, conn: db.Connection
+) -> None:
+    processes.configure(ollama={"cloud_url": "http://127.0.0.1:9"})  # nobody listens there
+    api = processes.api()
+    suspects = [api.submit("long " * 30), api.submit("short")]
+    statement = "UPDATE tasks SET alone = true, delivery_count = 2, attempt = 2"
+    db.fetch(conn, statement)
+    processes.worker()
+    assert api.await_status(suspects[1], "SUCCEEDED")["route"] == "local"
+    assert api.task(suspects[0])["status"] == "PENDING"
+
+
 def test_a_worker_that_is_stopped_stops_its_suspects_process_too(
     processes: Processes, fake: FakeOllama, conn: db.Connection
 ) -> None:

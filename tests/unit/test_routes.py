@@ -91,8 +91,9 @@ def test_a_full_route_wants_nothing_more() -> None:
     assert autos(wanted) == {Wanted("auto", "cloud", min_chars=LONG)}
 
 
-def test_a_suspect_without_a_route_waits_until_both_are_open() -> None:
-    assert routes("cloud").open_requests() == ["none", "cloud"]
+def test_tasks_without_a_route_are_looked_for_while_any_route_is_open() -> None:
+    assert routes().open_requests() == ["none"]
+    assert routes("cloud").open_requests() == ["none", "cloud", "auto"]
     assert set(routes("local", "cloud").open_requests()) == {"none", "local", "cloud", "auto"}
     assert set(routes("cloud", fallback=True).open_requests()) == {"none", "local", "cloud", "auto"}
 

@@ -1,0 +1,129 @@
+"""What `{{ step.output… }}` stands for, read from the rows of the steps that succeeded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from db import Connection
+from errors import TooLarge
+from queries import operations, runs, steps
+from queries.leases import ClaimedTask, Outcome
+from queries.runs import NewRun
+from queries.steps import read_outputs
+from runs.templates import Reference
+from tests.support import rows
+from tests.support.runs import finish, new_step, number
+from worker.outputs import with_outputs
+
+TOOL = {"rows": [{"id": 1, "ü": None}, 2.5, "three"], "empty": {}, "none": None}
+
+
+@pytest.fixture
+def run_id(conn: Connection) -> int:
+    """A run with a finished step of each kind, and one that has not run."""
+    told = {"prompt": "p"}
+    sent = [
+        new_step("tool"),
+        new_step("text", kind="prompt", payload=told, requested_route="auto"),
+        new_step("json", kind="prompt", payload={**told, "format": {}}, requested_route="auto"),
+        new_step("approval.x"),
+        new_step("waits"),
+    ]
+    run_id = runs.submit_run(conn, NewRun("default", "outputs", sent)).task_id
+    finish(conn, run_id, "tool", result=TOOL)
+    finish(conn, run_id, "text", result={"text": "said"})
+    finish(conn, run_id, "json", result={"text": '{"a": [0]}', "json": {"a": [0]}})
+    gate = number(conn, run_id, "approval.x")
+    operations.approve_task(conn, "default", str(gate), True, "fine")
+    return run_id
+
+
+FOUND: list[tuple[Reference, Any]] = [
+    (Reference("tool"), TOOL),
+    (Reference("tool", ("rows", "0", "id")), 1),
+    (Reference("tool", ("rows", "1")), 2.5),
+    (Reference("tool", ("rows", "-1")), "three"),
+    (Reference("tool", ("rows", "0", "ü")), None),
+    (Reference("tool", ("empty",)), {}),
+    (Reference("tool", ("none",)), None),
+    (Reference("text"), "said"),
+    (Reference("json"), {"a": [0]}),
+    (Reference("json", ("a", "0")), 0),
+    (Reference("approval.x"), {"approved": True, "feedback": "fine"}),
+    (Reference("approval.x", ("feedback",)), "fine"),
+]
+NOT_FOUND = [
+    Reference("tool", ("row",)),
+    Reference("tool", ("rows", "3")),
+    Reference("tool", ("rows", "first")),
+    Reference("tool", ("none", "deeper")),
+    Reference("text", ("text",)),
+    Reference("waits"),
+    Reference("nobody"),
+]
+
+
+def test_a_reference_stands_for_what_its_path_leads_to(conn: Connection, run_id: int) -> None:
+    assert read_outputs(conn, run_id, [one for one, _ in FOUND]) == dict(FOUND)
+
+
+def test_a_reference_that_leads_nowhere_is_left_out_and_null_is_something(
+    conn: Connection, run_id: int
+) -> None:
+    assert read_outputs(conn, run_id, [*NOT_FOUND, Reference("text")]) == {
+        Reference("text"): "said"
+    }
+
+
+def test_steps_of_other_runs_are_not_found(conn: Connection, run_id: int) -> None:
+    assert read_outputs(conn, run_id + 100, [Reference("tool")]) == {}
+
+
+def test_more_than_a_step_can_take_is_refused_before_it_is_read(
+    conn: Connection, run_id: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [Reference("tool"), Reference("text")]
+    monkeypatch.setattr(steps, "MOST_OUTPUT_BYTES", 20)
+    with pytest.raises(TooLarge, match="larger than 20 bytes together"):
+        read_outputs(conn, run_id, asked)
+    assert read_outputs(conn, run_id, [Reference("text")]) == {Reference("text"): "said"}
+
+
+def claimed(conn: Connection, payload: dict[str, Any], **step: Any) -> ClaimedTask:
+    """A claimed step with that payload, behind a finished one called tool."""
+    sent = [new_step("tool"), new_step("user", ["tool"], payload=payload, **step)]
+    run_id = runs.submit_run(conn, NewRun("default", "outputs", sent)).task_id
+    finish(conn, run_id, "tool", result=TOOL)
+    return rows.claim_only(conn, number(conn, run_id, "user"))
+
+
+def test_a_claimed_step_gets_the_outputs_that_its_input_refers_to(conn: Connection) -> None:
+    args = {"a": "{{ tool.output.rows.1 }}", "deep": ["{{ tool.output.nothing }}"]}
+    task = claimed(conn, {"tool": "echo", "args": args})
+    ready = with_outputs(conn, task)
+    assert isinstance(ready, ClaimedTask)
+    assert ready.outputs == {Reference("tool", ("rows", "1")): 2.5}
+    assert (ready.lease, ready.step, ready.run_id) == (task.lease, "user", task.root_id)
+
+
+def test_a_lone_task_is_no_template(conn: Connection) -> None:
+    task = rows.claimed(conn, payload={"prompt": "{{ tool.output }} and {{ nonsense"})
+    assert with_outputs(conn, task) is task
+
+
+def test_a_step_whose_template_cannot_be_read_fails_for_good(conn: Connection) -> None:
+    ready = with_outputs(conn, claimed(conn, {"tool": "echo", "args": {"a": "{{ nonsense }}"}}))
+    assert isinstance(ready, Outcome)
+    assert ready.verdict == "permanent"
+    assert "nonsense" in (ready.error or "")
+
+
+def test_when_postgres_goes_away_the_step_is_handed_back_unburned(
+    conn: Connection, connect: Any
+) -> None:
+    task = claimed(conn, {"tool": "echo", "args": {"a": "{{ tool.output }}"}})
+    broken = connect()
+    broken.close()
+    assert with_outputs(broken, task) == Outcome("released")
