@@ -11,8 +11,8 @@ RUN useradd --system --uid 10001 --no-create-home --shell /usr/sbin/nologin orch
 
 WORKDIR /app
 # Before the code, so that a change of the code does not install everything again.
-COPY requirements.txt .
-RUN pip install -r requirements.txt
+COPY requirements.txt requirements-agents.txt ./
+RUN pip install -r requirements.txt -r requirements-agents.txt
 COPY . .
 
 # The code belongs to root: the processes can read it and not change it.

@@ -23,9 +23,11 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     SecretStr,
     StrictBool,
+    Tag,
     ValidationError,
     model_validator,
 )
@@ -147,6 +149,9 @@ class Limits(Section):
     max_wait_seconds: Seconds = 60
     max_delay_seconds: Seconds = 31_536_000
     max_batch_tasks: Annotated[AtLeastOne, Field(le=LARGEST_BATCH)] = 1000
+    max_run_steps: AtLeastOne = 1000
+    max_run_edges: AtLeastOne = 5000
+    max_goal_bytes: AtLeastOne = 16 * 1024
 
 
 class DatabaseSettings(Section):
@@ -155,6 +160,85 @@ class DatabaseSettings(Section):
     connect_timeout_seconds: Seconds = 5
     reply_timeout_seconds: Seconds = 30
     lock_timeout_seconds: Seconds = 5
+
+
+class HttpGet(Section):
+    timeout_seconds: Seconds = 30
+    max_bytes: AtLeastOne = 1024 * 1024
+    allow_private_addresses: StrictBool = False
+
+
+class Mcp(Section):
+    start_timeout_seconds: Seconds = 30
+
+
+class McpServer(Section):
+    """Where an MCP server is: a command that speaks on its standard input and output, or a URL."""
+
+    command: tuple[Annotated[str, Field(strict=True)], ...] | None = None
+    url: HttpUrl | None = None
+    tool: Name | None = None  # its name there, if it is another one
+    env: tuple[Name, ...] = ()  # variables of the worker's environment that the command gets
+    token_env: Name | None = None  # the variable whose value is sent to the URL as Bearer token
+
+    @model_validator(mode="after")
+    def is_in_one_place(self) -> McpServer:
+        if (self.command is None) == (self.url is None):
+            raise ValueError("it takes either command or url")
+        if self.command is not None and not (self.command and self.command[0]):
+            raise ValueError("command is to be a program and its arguments")
+        if self.env and self.command is None:
+            raise ValueError("env goes with command")
+        if self.token_env and self.url is None:
+            raise ValueError("token_env goes with url")
+        return self
+
+
+class McpTool(Section):
+    mcp: McpServer
+
+
+BUILT_IN_TOOLS = {
+    "echo": "execution.tools.builtin:echo",
+    "sleep": "execution.tools.builtin:sleep",
+    "fetch_data": "execution.tools.builtin:fetch_data",
+    "flaky": "execution.tools.builtin:flaky",
+    "http_get": "execution.tools.http_get:http_get",
+}
+
+
+def _with_built_in_tools(given: object) -> object:
+    """The tools that there are: the built-in ones and those of the file, without what is false."""
+    if not isinstance(given, dict):
+        return given
+    for name, entry in given.items():
+        if entry is False and name not in BUILT_IN_TOOLS:
+            raise ValueError(f"{name} = false takes nothing away: no tool of that name is built in")
+    every = {**BUILT_IN_TOOLS, **given}
+    return {name: entry for name, entry in every.items() if entry is not False}
+
+
+# What the kinds of a tool's entry are called in pydantic's errors; left out of ours.
+FUNCTION, TABLE = "<function>", "<table>"
+
+
+def _kind_of_tool(entry: object) -> str | None:
+    if isinstance(entry, str):
+        return FUNCTION
+    return TABLE if isinstance(entry, (dict, McpTool)) else None
+
+
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+Function = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")]
+ToolEntry = Annotated[
+    Annotated[Function, Tag(FUNCTION)] | Annotated[McpTool, Tag(TABLE)],
+    Discriminator(
+        _kind_of_tool,
+        custom_error_type="tool",
+        custom_error_message='a tool is "module:function", { mcp = { … } } or false',
+    ),
+]
+Tools = Annotated[Mapping[ToolName, ToolEntry], BeforeValidator(_with_built_in_tools)]
 
 
 class Settings(Section):
@@ -168,6 +252,9 @@ class Settings(Section):
     worker: WorkerSettings = WorkerSettings()
     limits: Limits = Limits()
     database: DatabaseSettings = DatabaseSettings()
+    http_get: HttpGet = HttpGet()
+    mcp: Mcp = Mcp()
+    tools: Tools = Field(default_factory=lambda: dict(BUILT_IN_TOOLS))
     database_url: Name
     database_listen_url: Name
     ollama_api_key: SecretStr | None = None
@@ -247,10 +334,13 @@ def _default_database_url(password: str) -> str:
     return f"postgresql://postgres:{quote(password, safe='')}@localhost:5432/orchestrator"
 
 
+NO_KEYS = (FUNCTION, TABLE, "[key]")
+
+
 def _in_plain_words(refused: ValidationError) -> str:
     problems = []
     for error in refused.errors():
-        key = ".".join(str(part) for part in error["loc"])
+        key = ".".join(str(part) for part in error["loc"] if part not in NO_KEYS)
         if error["type"] == "extra_forbidden":
             problems.append(f"{key} is not a known setting")
         elif error["type"] == "value_error":

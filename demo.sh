@@ -7,5 +7,5 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/venv.sh
 
-ensure_venv requirements.txt requirements-local.txt
+ensure_venv requirements.txt requirements-agents.txt requirements-local.txt
 exec .venv/bin/python -m local.demo

@@ -10,5 +10,5 @@ fi
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/venv.sh
 
-ensure_venv requirements.txt requirements-local.txt
+ensure_venv requirements.txt requirements-agents.txt requirements-local.txt
 exec .venv/bin/python -m local.start "$@"

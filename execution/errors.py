@@ -10,7 +10,15 @@ from __future__ import annotations
 
 
 class CallEnded(Exception):
-    """A call brought no answer."""
+    """A call brought no answer.
+
+    `prompt_tokens`, `completion_tokens`: what was used all the same, as far as the other side said
+    so; `model`: by which model.
+    """
+
+    prompt_tokens = 0
+    completion_tokens = 0
+    model: str | None = None
 
 
 class Outage(CallEnded):
@@ -31,8 +39,6 @@ class Outage(CallEnded):
 
 
 class Failure(CallEnded):
-    """`prompt_tokens`, `completion_tokens`: what the failed call used, if it said so."""
-
     def __init__(self, message: str, prompt_tokens: int = 0, completion_tokens: int = 0) -> None:
         super().__init__(message)
         self.prompt_tokens = prompt_tokens

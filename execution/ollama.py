@@ -8,7 +8,7 @@ Hanging up stops the generation, so cancelling the coroutine cancels the call.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,13 +73,18 @@ class OllamaClient:
             )
 
     async def complete(
-        self, model: str, prompt: str, on_piece: Callable[[str], None]
+        self,
+        model: str,
+        prompt: str,
+        on_piece: Callable[[str], None],
+        schema: Mapping[str, Any] | None = None,
     ) -> Completion:
         """Return the model's answer to `prompt`; raises Outage, Failure or Permanent.
 
-        `on_piece` is told each piece as it comes.
+        `on_piece` is told each piece as it comes. The server is asked to keep to the JSON schema,
+        if there is one; not every server and model does.
         """
-        body = {
+        body: dict[str, Any] = {
             "model": model,
             "prompt": prompt,
             "stream": True,
@@ -88,6 +93,8 @@ class OllamaClient:
                 "num_predict": self._settings.num_predict,
             },
         }
+        if schema is not None:
+            body["format"] = schema
         try:
             async with self._http.stream("POST", "/api/generate", json=body) as response:
                 if response.status_code != 200:

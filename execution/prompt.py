@@ -1,14 +1,20 @@
-"""A prompt task: one completion from the model behind its route."""
+"""A prompt task: a completion from the model behind its route, in the form that was asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from config import Settings
-from execution.errors import Failure, Permanent
-from execution.ollama import OllamaClient
-from execution.text import error_text, storable
+from execution.answers import InvalidAnswer, Read, reader, repair_prompt
+from execution.errors import CallEnded, Failure, Permanent
+from execution.ollama import Completion, OllamaClient
+from execution.text import storable
+from execution.tools.threads import in_thread
 from queries.leases import ClaimedTask, Outcome
+from runs.templates import TemplateError, as_text, fill
 
 
 async def run_prompt(
@@ -22,36 +28,84 @@ async def run_prompt(
 
     `on_piece` is told each piece of the answer as it comes.
     """
-    model = settings.models.of_route(route)
+    prompt = _prompt_of(task, settings.limits.max_prompt_bytes)
+    model = task.payload.get("model") or settings.models.of_route(route)
+    if not isinstance(model, str):
+        raise Permanent("the model's name is to be a text")
+    schema = task.payload.get("format")
+    read = None if schema is None else reader(schema, settings.limits.max_result_bytes)
+    calls = _Calls(client, model, on_piece, schema)
+    try:
+        result = await _result(calls, prompt, read)
+    except CallEnded as ended:
+        ended.model = model
+        ended.prompt_tokens += calls.prompt_tokens
+        ended.completion_tokens += calls.completion_tokens
+        raise
+    return Outcome(
+        "succeeded",
+        result=result,
+        route=route,
+        model=model,
+        prompt_tokens=calls.prompt_tokens,
+        completion_tokens=calls.completion_tokens,
+        cost=settings.cost.of_call(route, calls.prompt_tokens, calls.completion_tokens),
+        truncated=calls.truncated,
+    )
+
+
+@dataclass
+class _Calls:
+    """The calls of one attempt, added up."""
+
+    client: OllamaClient
+    model: str
+    on_piece: Callable[[str], None] = field(repr=False)
+    schema: Mapping[str, Any] | None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    truncated: bool = False
+
+    async def ask(self, prompt: str) -> str:
+        answer: Completion = await self.client.complete(
+            self.model, prompt, self.on_piece, self.schema
+        )
+        self.prompt_tokens += answer.prompt_tokens
+        self.completion_tokens += answer.completion_tokens
+        self.truncated = self.truncated or answer.truncated
+        return answer.text
+
+
+async def _result(calls: _Calls, prompt: str, read: Read | None) -> dict[str, Any]:
+    """The answer; one that does not follow its schema is sent back, once."""
+    text = await calls.ask(prompt)
+    if read is None:
+        return {"text": storable(text)}
+    # The checks are not done on the loop's thread: an answer may be long.
+    try:
+        value = await in_thread("check of an answer", partial(read, text))
+    except InvalidAnswer as complaint:
+        text = await calls.ask(repair_prompt(prompt, text, complaint))
+        try:
+            value = await in_thread("check of an answer", partial(read, text))
+        except InvalidAnswer as again:
+            raise Failure(f"the model's answer does not follow the format: {again}") from again
+    return {"text": storable(text), "json": value}
+
+
+def _prompt_of(task: ClaimedTask, max_bytes: int) -> str:
+    """The prompt, in a step with the outputs of others filled in."""
     prompt = task.payload.get("prompt")
     if not isinstance(prompt, str):
         raise Permanent("the task's payload has no prompt; submit it again with one")
+    if task.run_id is None:
+        return prompt
     try:
-        answer = await client.complete(model, prompt, on_piece)
-    except Failure as failed:
-        return _failed(failed, route, model, settings)
-    return Outcome(
-        "succeeded",
-        result={"text": storable(answer.text)},
-        route=route,
-        model=model,
-        prompt_tokens=answer.prompt_tokens,
-        completion_tokens=answer.completion_tokens,
-        cost=settings.cost.of_call(route, answer.prompt_tokens, answer.completion_tokens),
-        truncated=answer.truncated,
-    )
-
-
-def _failed(failed: Failure, route: str, model: str, settings: Settings) -> Outcome:
-    """A failure that may have used tokens: those were paid."""
-    used = failed.prompt_tokens + failed.completion_tokens
-    cost = settings.cost.of_call(route, failed.prompt_tokens, failed.completion_tokens)
-    return Outcome(
-        "failure",
-        error=error_text(failed, settings.limits.max_error_bytes),
-        route=route,
-        model=model,
-        prompt_tokens=failed.prompt_tokens,
-        completion_tokens=failed.completion_tokens,
-        cost=cost if used else None,
-    )
+        filled = as_text(fill(prompt, task.outputs, max_bytes))
+    except TemplateError as refused:
+        raise Permanent(str(refused)) from refused
+    if (size := len(filled.encode(errors="surrogatepass"))) > max_bytes:
+        raise Permanent(
+            f"the prompt, filled in, is {size} bytes long; limits.max_prompt_bytes is {max_bytes}"
+        )
+    return filled

@@ -15,13 +15,14 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from config import Settings
-from execution.errors import Failure, Outage, Permanent
+from execution.errors import CallEnded, Failure, Outage, Permanent
 from execution.ollama import OllamaClient
 from execution.prompt import run_prompt
 from execution.routes import ROUTES, Routes
 from execution.text import error_text
+from execution.tool import ToolCalls
 from logs import say
-from queries.leases import ClaimedTask, Lease, Outcome
+from queries.leases import ClaimedTask, Lease, Outcome, Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +57,9 @@ class Runner:
         self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
         self._running: dict[Lease, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="runner", daemon=True)
+        self._thread = threading.Thread(target=self._go_round, name="runner", daemon=True)
         self._clients = {name: OllamaClient(settings, name) for name in ROUTES}
+        self._tools = ToolCalls(settings)
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._hang_ups: Counter[int] = Counter()  # by task
 
@@ -88,6 +90,14 @@ class Runner:
         while not self._finished.empty():
             taken.append(self._finished.get_nowait())
         return taken
+
+    def _go_round(self) -> None:
+        """Run the loop until it is stopped, whatever the tasks of a tool do to it."""
+        while True:
+            try:
+                return self._loop.run_forever()
+            except BaseException:  # a SystemExit, say, goes through asyncio to here
+                logger.exception("A tool tried to end the worker")
 
     def _begin(self, task: ClaimedTask, route: str | None) -> None:
         self._running[task.lease] = self._loop.create_task(self._run(task, route))
@@ -120,11 +130,11 @@ class Runner:
             if self._brings_down_its_server(task, ended):
                 times = f"{MOST_HANG_UPS} times under this prompt"
                 return Outcome("failure", error=error_text(f"{ended}, {times}", max_bytes))
-            return Outcome("outage", error=error_text(ended, max_bytes), route=route)
+            return self._outcome_of("outage", ended, route)
         except Permanent as ended:
-            outcome = Outcome("permanent", error=error_text(ended, max_bytes), route=route)
+            outcome = self._outcome_of("permanent", ended, route)
         except Failure as ended:
-            outcome = Outcome("failure", error=error_text(ended, max_bytes), route=route)
+            outcome = self._outcome_of("failure", ended, route)
         except Exception as failed:  # a handler's fault is a failure of its task, not of the worker
             logger.exception("The handler of task %s failed", task.task_id)
             text = error_text(f"{type(failed).__name__}: {failed}", max_bytes)
@@ -132,6 +142,22 @@ class Runner:
         if route is not None:
             self._routes.worked(route)
         return outcome
+
+    def _outcome_of(self, verdict: Verdict, ended: CallEnded, route: str | None) -> Outcome:
+        """A call that brought nothing; what it used was paid all the same."""
+        prompt_tokens, completion_tokens = ended.prompt_tokens, ended.completion_tokens
+        cost = None
+        if route is not None and prompt_tokens + completion_tokens:
+            cost = self._settings.cost.of_call(route, prompt_tokens, completion_tokens)
+        return Outcome(
+            verdict,
+            error=error_text(ended, self._settings.limits.max_error_bytes),
+            route=route,
+            model=ended.model,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            cost=cost,
+        )
 
     def _brings_down_its_server(self, task: ClaimedTask, ended: Outage) -> bool:
         """Whether the server has hung up on this task so often, here, that it is to blame."""
@@ -147,6 +173,8 @@ class Runner:
         if task.kind == "prompt" and route is not None:
             tell = partial(self._on_piece, task)
             return run_prompt(task, route, self._clients[route], self._settings, tell)
+        if task.kind == "tool":
+            return self._tools.run(task)
         raise Permanent(f"this worker does not know tasks of kind {task.kind!r}; update it")
 
     # --- routes whose server is away -----------------------------------------------------------
@@ -185,6 +213,7 @@ class Runner:
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        await self._tools.close()
         for client in self._clients.values():
             await client.close()
 

@@ -63,7 +63,7 @@ class Outcome:
     """What came of one attempt. `verdict` is the worker's; what becomes of the task is SQL's."""
 
     verdict: Verdict
-    result: Mapping[str, Any] | None = None
+    result: Any = None  # JSON
     error: str | None = None
     route: str | None = None
     model: str | None = None
@@ -137,7 +137,8 @@ def renew_leases(conn: Connection, leases: Sequence[Lease], lease_seconds: float
 
 # RUNNING -> wherever the outcome leads, for the holder of the lease only. The verdict becomes a
 # reason (a task that is to be cancelled ends so whatever came of it), and `transitions` says
-# which status that reason leads to. Tokens and money add up over the attempts.
+# which status that reason leads to. Tokens and money add up over the attempts. A tool may return
+# null, which is a result as well.
 SETTLE_TASKS = """
 WITH outcome AS (
     SELECT * FROM jsonb_to_recordset(%(outcomes)s::jsonb) AS o(
@@ -177,7 +178,7 @@ moment AS (SELECT current_instant() AS at)
 UPDATE tasks t
 SET status = d.to_status,
     reason = d.new_reason,
-    result = CASE WHEN d.to_status = 'SUCCEEDED' THEN d.result END,
+    result = CASE WHEN d.to_status = 'SUCCEEDED' THEN coalesce(d.result, 'null') END,
     last_error = CASE WHEN d.to_status <> 'SUCCEEDED' THEN coalesce(d.error, t.last_error) END,
     route = coalesce(d.route, t.route),
     model = coalesce(d.model, t.model),

@@ -159,6 +159,7 @@ def test_pyproject_names_the_same_packages_as_the_requirements_files() -> None:
     dev = [entry for entry in groups["dev"] if isinstance(entry, str)]
     assert pyproject()["project"]["dependencies"] == requirements("requirements.txt")
     assert groups["local"] == requirements("requirements-local.txt")
+    assert groups["agents"] == requirements("requirements-agents.txt")
     assert dev == requirements("requirements-dev.txt")
 
 

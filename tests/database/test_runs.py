@@ -10,6 +10,8 @@ from errors import KeyReused, NotFound, StateConflict
 from queries import leases, operations, runs
 from queries.leases import Outcome
 from queries.runs import NewRun
+from queries.steps import read_outputs
+from runs.templates import Reference
 from tests.support import rows
 from tests.support.rows import RETRY
 from tests.support.runs import (
@@ -131,6 +133,13 @@ def test_two_last_parents_settled_by_one_statement_promote_their_child_once(
     assert statuses(conn, run_id)["c"] == "PENDING"
     assert story(conn, run_id).count(("c", "promoted")) == 1
     assert step_rows(conn, run_id)["c"]["unmet"] == 0
+
+
+def test_null_is_a_result_with_which_a_step_succeeds(conn: Connection) -> None:
+    run_id = submit(conn, {"a": [], "b": ["a"]})
+    finish(conn, run_id, "a", result=None)
+    assert statuses(conn, run_id) == {"": "BLOCKED", "a": "SUCCEEDED", "b": "PENDING"}
+    assert read_outputs(conn, run_id, [Reference("a")]) == {Reference("a"): None}
 
 
 def test_a_retry_or_a_release_of_a_step_promotes_and_ends_nothing(conn: Connection) -> None:

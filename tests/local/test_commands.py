@@ -137,7 +137,7 @@ def test_run_sh_works_from_a_clean_clone_and_keeps_its_data(clone: Clone) -> Non
 
     run = clone.run_sh()
     assert "Making .venv" in run.log
-    assert "Installing requirements.txt requirements-local.txt" in run.log
+    assert "Installing requirements.txt requirements-agents.txt requirements-local.txt" in run.log
     assert f"{clone.api}/docs" in run.log
     assert httpx.get(f"{clone.api}/docs").status_code == 200
     submitted = clone.call("/tasks", {"prompt": "Say hello."})

@@ -14,7 +14,15 @@ import pytest
 import tomli
 from pydantic import ValidationError
 
-from config import ROOT, ConfigError, Section, Settings, load_config
+from config import (
+    BUILT_IN_TOOLS,
+    ROOT,
+    ConfigError,
+    McpTool,
+    Section,
+    Settings,
+    load_config,
+)
 
 SHIPPED = ROOT / "config.toml"
 Load = Callable[..., Settings]
@@ -75,6 +83,40 @@ REFUSED = {
         "[worker]\nlease_seconds = 29.999", "lease_seconds", "under three heartbeats"),
     "a heartbeat over a third of the lease": (
         "[worker]\nheartbeat_seconds = 11", "lease_seconds", "33 or more"),
+    "no steps": ("[limits]\nmax_run_steps = 0", "limits.max_run_steps", "equal to 1"),
+    "a tool whose name has a space": ('[tools]\n"a b" = "m:f"', "tools.a b", "pattern"),
+    "a tool whose name is too long": (
+        f'[tools]\n{"n" * 65} = "m:f"', "tools." + "n" * 65, "pattern"),
+    "a tool that is a number": ("[tools]\nmine = 3", "tools.mine", '"module:function"'),
+    "a tool that is true": ("[tools]\nmine = true", "tools.mine", '"module:function"'),
+    "a tool that is no function": ('[tools]\nmine = "module"', "tools.mine", "pattern"),
+    "a tool of two functions": ('[tools]\nmine = "m:f:g"', "tools.mine", "pattern"),
+    "a tool taken away that is not there": (
+        "[tools]\nfetch_dta = false", "tools", "fetch_dta = false takes nothing away"),
+    "a tool of no server": ("[tools]\nmine = {}", "tools.mine.mcp", "required"),
+    "a tool of a server that is nowhere": (
+        "[tools]\nmine = { mcp = {} }", "tools.mine.mcp", "either command or url"),
+    "a tool of a server in two places": (
+        '[tools]\nmine = { mcp = { command = ["a"], url = "http://b" } }',
+        "tools.mine.mcp", "either command or url"),
+    "a server without a program": (
+        "[tools.mine.mcp]\ncommand = []", "tools.mine.mcp", "a program and its arguments"),
+    "a server whose program has no name": (
+        '[tools.mine.mcp]\ncommand = ["", "a"]', "tools.mine.mcp", "a program and its arguments"),
+    "a server by a shell line": (
+        '[tools.mine.mcp]\ncommand = "a b"', "tools.mine.mcp.command", "tuple"),
+    "an address of a server that is none": (
+        '[tools.mine.mcp]\nurl = "ws://a"', "tools.mine.mcp.url", "https?"),
+    "variables for a server elsewhere": (
+        '[tools.mine.mcp]\nurl = "http://a"\nenv = ["A"]', "tools.mine.mcp", "with command"),
+    "a token for a command": (
+        '[tools.mine.mcp]\ncommand = ["a"]\ntoken_env = "A"', "tools.mine.mcp", "goes with url"),
+    "an unknown key of a server": (
+        '[tools.mine.mcp]\ncommand = ["a"]\nargs = []', "tools.mine.mcp.args", "not a known"),
+    "a function where a section belongs": ('tools = "m:f"', "tools", "dictionary"),
+    "leave that is no truth value": (
+        '[http_get]\nallow_private_addresses = "no"',
+        "http_get.allow_private_addresses", "boolean"),
     "the database's address": (
         'database_url = "postgresql://x"', "database_url", "environment"),
     "the listener's address": (
@@ -229,6 +271,31 @@ def test_settings_cannot_be_changed_once_they_are_read(load: Load) -> None:
         settings.retry.max_retry = 5  # type: ignore[misc]
 
 
+# --- tools -----------------------------------------------------------------------------------
+
+
+def test_the_built_in_tools_are_there_without_being_named(load: Load) -> None:
+    assert dict(load().tools) == BUILT_IN_TOOLS
+    assert set(BUILT_IN_TOOLS) == {"echo", "sleep", "fetch_data", "flaky", "http_get"}
+
+
+def test_a_file_adds_replaces_and_takes_away_tools(load: Load) -> None:
+    tools = load(
+        '[tools]\necho = "mine.tools:say"\nhttp_get = false\nMy-tool_2 = "a:b"\n'
+        'far = { mcp = { url = "https://tools.example/mcp", tool = "add" } }\n'
+        '[tools.near.mcp]\ncommand = ["program", "--flag"]\nenv = ["KEY"]'
+    ).tools
+    assert {
+        name: {**tools, "echo": BUILT_IN_TOOLS["echo"]}.get(name) for name in BUILT_IN_TOOLS
+    } == {**BUILT_IN_TOOLS, "http_get": None}
+    assert (tools["echo"], tools["My-tool_2"]) == ("mine.tools:say", "a:b")
+    far, near = tools["far"], tools["near"]
+    assert isinstance(far, McpTool)
+    assert isinstance(near, McpTool)
+    assert (far.mcp.url, far.mcp.tool) == ("https://tools.example/mcp", "add")
+    assert (near.mcp.command, near.mcp.env) == (("program", "--flag"), ("KEY",))
+
+
 # --- the shipped file ------------------------------------------------------------------------
 
 
@@ -253,7 +320,11 @@ def test_the_shipped_file_names_every_setting_with_its_built_in_default(
 
 
 def test_the_shipped_file_has_no_section_besides_those() -> None:
-    assert set(tomli.loads(SHIPPED.read_text(encoding="utf-8"))) == set(sections())
+    assert set(tomli.loads(SHIPPED.read_text(encoding="utf-8"))) == {*sections(), "tools"}
+
+
+def test_the_shipped_file_names_the_built_in_tools() -> None:
+    assert tomli.loads(SHIPPED.read_text(encoding="utf-8"))["tools"] == BUILT_IN_TOOLS
 
 
 def test_every_key_of_the_shipped_file_has_a_comment() -> None:
@@ -262,7 +333,8 @@ def test_every_key_of_the_shipped_file_has_a_comment() -> None:
         for line in SHIPPED.read_text(encoding="utf-8").splitlines()
         if "=" in line and line[0] not in "#["
     ]
-    assert len(keys) == sum(len(section.model_fields) for section in sections().values())
+    settings = sum(len(section.model_fields) for section in sections().values())
+    assert len(keys) == settings + len(BUILT_IN_TOOLS)
     assert [key for key in keys if not re.search(r"\s#\s\S+", key)] == []
 
 

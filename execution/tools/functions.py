@@ -1,0 +1,130 @@
+"""A tool that is a Python function: found by its name, its arguments checked, called."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, get_args, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from config import ConfigError
+from execution.errors import Permanent
+from execution.tools.context import ToolContext
+from execution.tools.results import storable_result
+from execution.tools.threads import Thread, in_thread
+
+MOST_PROBLEMS_TOLD = 5
+
+
+@dataclass(frozen=True)
+class FunctionTool:
+    """A plain or an async function, and how to read its arguments."""
+
+    name: str
+    function: Callable[..., Any]
+    is_async: bool
+    parameters: Mapping[str, TypeAdapter[Any]]
+    required: frozenset[str]
+    rest: TypeAdapter[Any] | None  # of **rest: takes arguments of any name
+    context_name: str | None
+
+    async def call(self, args: Mapping[str, Any], context: ToolContext) -> Any:
+        """The function's result, storable; raises what the function raises, and Permanent."""
+        call = partial(self.function, **self._read(args, context))
+        max_bytes = context.settings.limits.max_result_bytes
+        title = f"tool {self.name} of task {context.task_id}"
+        if self.is_async:
+            result = await call()
+        else:
+            result = await Thread(title, call).result()
+            if inspect.isawaitable(result):  # an async function behind a decorator
+                result = await result
+        # It may be large: not on the loop's thread.
+        return await in_thread(title, partial(storable_result, result, max_bytes))
+
+    def _read(self, args: Mapping[str, Any], context: ToolContext) -> dict[str, Any]:
+        """The arguments as the function takes them, or Permanent with what is wrong with them."""
+        problems = [f"{name} is missing" for name in self.required if name not in args]
+        values: dict[str, Any] = {}
+        for name, given in args.items():
+            adapter = self.parameters.get(name, self.rest)
+            if adapter is None or name == self.context_name:
+                problems.append(f"there is no {_short(name)}")
+                continue
+            try:
+                # As JSON, strictly: "5" is no number, but a text may be a date.
+                values[name] = adapter.validate_json(json.dumps(given), strict=True)
+            except (ValidationError, RecursionError) as refused:
+                problems += _in_plain_words(name, refused)
+        if problems:
+            shown = "; ".join(sorted(problems)[:MOST_PROBLEMS_TOLD])
+            raise Permanent(f"the arguments of the tool {self.name} are refused: {shown}")
+        if self.context_name is not None:
+            values[self.context_name] = context
+        return values
+
+
+def load_function(name: str, entry: str) -> FunctionTool:
+    """Import `module:function` for the tool `name`; raises ConfigError with the reason."""
+    key = f"tools.{name} = {entry!r}"
+    module_name, _, function_name = entry.partition(":")
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (Exception, SystemExit) as failed:  # anything can happen while a module is imported
+        raise ConfigError(f"{key} cannot be imported: {_said(failed)}") from failed
+    if not callable(function) or inspect.isclass(function):
+        raise ConfigError(f"{key} is no function")
+    try:
+        return _described(name, function)
+    except Exception as failed:  # pydantic and inspect have many ways to refuse
+        raise ConfigError(f"{key} cannot be a tool: {_said(failed)}") from failed
+
+
+def _described(name: str, function: Callable[..., Any]) -> FunctionTool:
+    types = get_type_hints(
+        function if inspect.isroutine(function) else type(function).__call__, include_extras=True
+    )
+    adapters: dict[str, TypeAdapter[Any]] = {}
+    required: set[str] = set()
+    rest: TypeAdapter[Any] | None = None
+    context_name: str | None = None
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+            raise TypeError(f"its parameter {parameter.name} cannot be given by name")
+        if parameter.name not in types:
+            raise TypeError(f"its parameter {parameter.name} has no type")
+        wanted = types[parameter.name]
+        if wanted is ToolContext or ToolContext in get_args(wanted):
+            context_name = parameter.name
+        elif parameter.kind == parameter.VAR_KEYWORD:
+            rest = TypeAdapter(wanted)
+        else:
+            adapters[parameter.name] = TypeAdapter(wanted)
+            if parameter.default is parameter.empty:
+                required.add(parameter.name)
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004 - an object that is called like a function
+    )
+    return FunctionTool(name, function, is_async, adapters, frozenset(required), rest, context_name)
+
+
+def _in_plain_words(name: str, refused: ValidationError | RecursionError) -> list[str]:
+    if isinstance(refused, RecursionError):
+        return [f"{_short(name)} is nested too deeply"]
+    return [
+        f"{'.'.join([_short(name), *map(str, error['loc'])])}: {error['msg']}"
+        for error in refused.errors(include_url=False, include_context=False, include_input=False)
+    ]
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 80 else f"{name[:80]}…"
+
+
+def _said(failed: BaseException) -> str:
+    return f"{type(failed).__name__}: {failed}"

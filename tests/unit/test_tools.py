@@ -1,0 +1,437 @@
+"""execution/tools: what a tool gets, returns and raises, and how it is stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config import ConfigError, Settings
+from execution.errors import CallEnded, Failure, Permanent
+from execution.routes import Routes
+from execution.runner import Finished, Runner
+from execution.tool import ToolCalls
+from queries.leases import ClaimedTask, Lease, Outcome
+from runs.templates import Reference
+from scheduler import decide_route
+from tests.conftest import settings_for
+from tests.support import sample_tools
+from tests.support.processes import eventually
+
+TOKEN = "00000000-0000-4000-8000-000000000000"
+SAMPLES = [
+    "add", "add_async", "typed", "numbers", "counted", "told", "greet", "decorated", "give", "fail",
+    "fail_async", "cancel_itself", "exit_from_a_task_of_its_own", "listen", "deaf", "deaf_async",
+]  # fmt: skip
+SETTINGS = settings_for(
+    "postgresql://nobody@nowhere/none",
+    tools={name: f"tests.support.sample_tools:{name}" for name in SAMPLES},
+    limits={"max_result_bytes": 1000},
+)
+
+
+def task_of(tool: Any, args: Any, number: int = 7, **fields: Any) -> ClaimedTask:
+    payload = {"tool": tool, "args": args}
+    task = ClaimedTask(Lease(number, TOKEN), number, "tool", payload, "none", None, 1, 1, 0)
+    return dataclasses.replace(task, **fields)
+
+
+def step_of(tool: str, args: Any, outputs: dict[Reference, Any], attempt: int = 1) -> ClaimedTask:
+    return task_of(
+        tool, args, lease=Lease(7, TOKEN, 3), step="tool_call.it", outputs=outputs, attempt=attempt
+    )
+
+
+async def outcome_of(task: ClaimedTask, settings: Settings = SETTINGS) -> Outcome:
+    calls = ToolCalls(settings)
+    try:
+        return await calls.run(task)
+    finally:
+        await calls.close()
+
+
+def call(tool: Any, settings: Settings = SETTINGS, **args: Any) -> Any:
+    """The result of one call."""
+    outcome = asyncio.run(outcome_of(task_of(tool, args), settings))
+    assert outcome.verdict == "succeeded"
+    return outcome.result
+
+
+def refused(tool: Any, **args: Any) -> str:
+    """Why a call is never going to succeed."""
+    with pytest.raises(Permanent) as ended:
+        call(tool, **args)
+    return str(ended.value)
+
+
+# --- arguments -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tool", ["add", "add_async"])
+def test_a_plain_and_an_async_function_get_their_arguments_and_defaults(tool: str) -> None:
+    assert (call(tool, a=1), call(tool, a=1, b=5)) == (3, 6)
+
+
+def test_arguments_become_what_the_parameters_say() -> None:
+    address = {"street": "Lane", "number": 5}
+    got = call("typed", day="2026-02-03", share=1, address=address, tags=["a"])
+    assert got == ["2026-02-03", 1.0, "Lane", "fast", ["a"]]
+
+
+def test_a_function_may_take_arguments_of_any_name_and_objects_may_be_functions() -> None:
+    assert call("numbers", x=1, y=2, function=3) == 6
+    assert call("greet", name="Ada") == "Hello, Ada"
+    assert call("decorated", a=4) == 4
+    assert "y: " in refused("numbers", x=1, y="2")
+    assert call("counted", x=5) == [1, 5]
+    assert "there is no call" in refused("counted", x=5, call=6)
+
+
+WRONG = {
+    "missing": ("add", {}, "a is missing"),
+    "unknown": ("add", {"a": 1, "c": 2}, "there is no c"),
+    "a text for a number": ("add", {"a": "1"}, "a: "),
+    "a truth value for a number": ("add", {"a": True}, "a: "),
+    "a fraction for a whole number": ("add", {"a": 1.5}, "a: "),
+    "nothing for a number": ("add", {"a": None}, "a: "),
+    "the context": ("told", {"word": "w", "call": {}}, "there is no call"),
+    "deep inside": (
+        "typed",
+        {"day": "2026-02-03", "share": 0.5, "address": {"street": "s", "number": "x"}},
+        "address.number: ",
+    ),
+    "out of bounds": (
+        "typed",
+        {"day": "2026-02-03", "share": 2, "address": {"street": "", "number": 1}},
+        "share: ",
+    ),
+    "all at once": ("typed", {"day": 5, "mode": "x"}, "address is missing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("tool", "args", "says"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_arguments_are_permanent_and_named(tool: str, args: Any, says: str) -> None:
+    said = refused(tool, **args)
+    assert f"the arguments of the tool {tool} are refused: " in said
+    assert says in said
+
+
+def test_every_wrong_argument_is_named_up_to_five() -> None:
+    said = refused("typed", day=5, mode="x")
+    for name in ("day", "mode", "share is missing", "address is missing"):
+        assert name in said
+    assert refused("add", **{f"x{n}": 1 for n in range(1000)}).count("there is no") <= 5
+    assert len(refused("add", **{"n" * 100_000: 1})) < 1000
+
+
+@pytest.mark.parametrize("args", [[1], "a", 5, True])
+def test_arguments_that_are_no_object_are_permanent(args: Any) -> None:
+    with pytest.raises(Permanent, match="an object"):
+        asyncio.run(outcome_of(task_of("echo", args)))
+
+
+def test_no_arguments_are_an_empty_object() -> None:
+    assert asyncio.run(outcome_of(task_of("echo", None))).result == {}
+    assert call("fetch_data")["rows"]
+
+
+@pytest.mark.parametrize("tool", ["nope", None, 5, ["echo"], ""])
+def test_a_tool_that_is_not_there_is_permanent_and_the_others_are_named(tool: Any) -> None:
+    said = refused(tool)
+    assert repr(str(tool)) in said
+    assert "echo, " in said
+
+
+def test_a_function_is_told_a_key_that_stays_and_an_attempt_that_counts() -> None:
+    first = asyncio.run(outcome_of(step_of("told", {"word": "w"}, {}, attempt=1))).result
+    second = asyncio.run(outcome_of(step_of("told", {"word": "w"}, {}, attempt=2))).result
+    assert first == {"word": "w", "key": "3:tool_call.it", "attempt": 1}
+    assert second == {**first, "attempt": 2}
+    assert call("told", word="w")["key"] == "task:7"
+
+
+# --- templates -------------------------------------------------------------------------------
+
+
+def test_a_step_s_arguments_are_filled_in_and_keep_their_types() -> None:
+    outputs = {Reference("n"): 40, Reference("t"): "{{ n.output }}"}
+    got = asyncio.run(outcome_of(step_of("add", {"a": "{{ n.output }}"}, outputs))).result
+    assert got == 42
+    echoed = step_of("echo", {"a": ["{{ t.output }}", "is {{ n.output }}"]}, outputs)
+    assert asyncio.run(outcome_of(echoed)).result == {"a": ["{{ n.output }}", "is 40"]}
+
+
+def test_a_lone_task_s_arguments_are_never_templates() -> None:
+    assert call("echo", a="{{ n.output }} {{") == {"a": "{{ n.output }} {{"}
+
+
+def test_what_cannot_be_filled_in_is_permanent() -> None:
+    for args, says in (({"a": "{{ n.output }}"}, "n.output"), ({"a": "{{ n }}"}, "{{ n }}")):
+        with pytest.raises(Permanent, match=says.replace("{", r"\{")):
+            asyncio.run(outcome_of(step_of("echo", args, {})))
+    many = step_of("echo", {"a": ["{{ n.output }}"] * 11}, {Reference("n"): "x" * 98})
+    with pytest.raises(Permanent, match="more than 1000 bytes"):
+        asyncio.run(outcome_of(many))
+
+
+# --- results ---------------------------------------------------------------------------------
+
+
+def test_a_result_is_json_and_what_postgres_cannot_hold_is_replaced_at_any_depth() -> None:
+    assert call("give", what="nothing") is None
+    assert call("give", what="tuple") == [1, 2.5, True, "ü"]
+    assert call("give", what="dirty") == {"a\ufffdb": ["c\ufffdd", {"\ufffd": "\ufffd"}]}
+
+
+BAD_RESULTS = {
+    "nan": "nan",
+    "infinity": "-inf",
+    "set": "a set",
+    "bytes": "a bytes",
+    "object": "an? object",
+    "class": "a type",
+    "number key": "a key is a int",
+    "endless": "deeper than 100|larger",
+    "wide": "larger than limits.max_result_bytes",
+    "deep": "deeper than 100",
+    "huge number": "thousands of digits",
+    "large": r"larger than limits.max_result_bytes \(1000 bytes\)",
+    "large key": "larger",
+    "many": "larger",
+}
+
+
+@pytest.mark.parametrize(("what", "says"), BAD_RESULTS.items())
+def test_a_result_that_cannot_be_kept_is_permanent(what: str, says: str) -> None:
+    begun = time.monotonic()
+    with pytest.raises(Permanent, match=says):
+        call("give", what=what)
+    assert time.monotonic() - begun < 5
+
+
+# --- errors ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tool", ["fail", "fail_async"])
+@pytest.mark.parametrize("how", [how for how in sample_tools.ERRORS if how != "permanent"])
+def test_whatever_a_tool_raises_is_a_failure_of_its_task(tool: str, how: str) -> None:
+    with pytest.raises(Failure) as ended:
+        call(tool, how=how)
+    # Of a StopIteration Python itself makes a RuntimeError that names it.
+    assert type(sample_tools.ERRORS[how]()).__name__ in str(ended.value)
+
+
+@pytest.mark.parametrize("tool", ["fail", "fail_async"])
+def test_the_documented_permanent_error_is_permanent(tool: str) -> None:
+    assert refused(tool, how="permanent") == "no such customer"
+
+
+def test_a_tool_that_cancels_itself_is_a_failure_and_not_a_release() -> None:
+    with pytest.raises(Failure, match="CancelledError"):
+        call("cancel_itself")
+
+
+# --- deadline, cancel, stuck threads ---------------------------------------------------------
+
+
+@pytest.fixture
+def runner() -> Iterator[Runner]:
+    sample_tools.RELEASED.clear()
+    sample_tools.SEEN.clear()
+    runner = Runner(
+        SETTINGS, Routes(SETTINGS.routing, decide_route), lambda: None, lambda task, piece: None
+    )
+    runner.open()
+    yield runner
+    sample_tools.RELEASED.set()
+    runner.close()
+
+
+def finished(runner: Runner, seconds: float = 10) -> tuple[int, Outcome]:
+    taken: list[Finished] = eventually(runner.take_finished, seconds)
+    ((lease, outcome),) = taken
+    return lease.task_id, outcome
+
+
+@pytest.mark.parametrize("tool", ["listen", "deaf", "deaf_async", "sleep"])
+def test_a_deadline_is_kept_whether_the_tool_listens_or_not(
+    runner: Runner, tool: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = {"seconds": 60} if tool == "sleep" else {}
+    begun = time.monotonic()
+    runner.start(task_of(tool, args, timeout_seconds=0.2), None)
+    assert finished(runner)[1].verdict == "deadline"
+    assert time.monotonic() - begun < 10
+    if tool.startswith("deaf"):
+        eventually(lambda: "does not listen" in caplog.text)
+        assert "ask 7" in caplog.text
+    elif tool == "listen":
+        eventually(lambda: sample_tools.SEEN == ["listen: True, True"])
+
+
+@pytest.mark.parametrize("tool", ["listen", "deaf", "deaf_async", "sleep"])
+def test_a_cancelled_tool_is_told_and_not_waited_for(runner: Runner, tool: str) -> None:
+    args = {"seconds": 60} if tool == "sleep" else {}
+    task = task_of(tool, args)
+    runner.start(task, None)
+    runner.start(task_of("add", {"a": 1}, number=8), None)
+    assert finished(runner)[0] == 8
+    runner.stop(task.lease)
+    assert finished(runner)[1].verdict == "released"
+    if tool == "listen":
+        eventually(lambda: sample_tools.SEEN == ["listen: True, True"])
+
+
+def test_a_tool_that_listens_is_not_called_deaf(
+    runner: Runner, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner.start(task_of("listen", {}, timeout_seconds=0.1), None)
+    runner.start(task_of("deaf", {}, number=8, timeout_seconds=0.2), None)
+    eventually(lambda: "does not listen" in caplog.text)
+    assert "task 7" not in caplog.text
+
+
+def test_fifty_stuck_threads_hold_nobody_up(runner: Runner) -> None:
+    for number in range(100, 150):
+        runner.start(task_of("deaf", {}, number=number), None)
+    eventually(lambda: sum("task 1" in one.name for one in threading.enumerate()) == 50)
+    begun = time.monotonic()
+    runner.start(task_of("add", {"a": 1}), None)
+    assert finished(runner)[1].result == 3
+    assert time.monotonic() - begun < 10
+
+
+def test_a_tool_that_exits_from_a_task_of_its_own_leaves_the_worker_alive(
+    runner: Runner, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner.start(task_of("exit_from_a_task_of_its_own", {}), None)
+    assert finished(runner)[1].verdict in ("succeeded", "failure")
+    runner.start(task_of("add", {"a": 1}), None)
+    assert finished(runner)[1].result == 3
+    assert "tried to end the worker" in caplog.text
+
+
+def test_a_stuck_thread_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:
+    program = (
+        "import asyncio, time\n"
+        "from execution.tools.threads import Thread\n"
+        "async def main():\n"
+        "    Thread('stuck', lambda: time.sleep(600))\n"
+        "asyncio.run(main())\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
+
+
+# --- the registry ----------------------------------------------------------------------------
+
+NO_TOOLS = {
+    "a module that is missing": ("nowhere.at_all:f", "ModuleNotFoundError"),
+    "a function that is missing": ("tests.support.sample_tools:nope", "AttributeError"),
+    "no function": ("tests.support.sample_tools:no_function", "is no function"),
+    "a class": ("tests.support.sample_tools:Address", "is no function"),
+    "an untyped parameter": ("tests.support.sample_tools:untyped", "parameter a has no type"),
+    "a positional parameter": ("tests.support.sample_tools:positional", "by name"),
+    "a starred parameter": ("tests.support.sample_tools:starred", "by name"),
+    "an unknown type": ("tests.support.sample_tools:unknown_type", "Nowhere"),
+}
+
+
+@pytest.mark.parametrize(("entry", "says"), NO_TOOLS.values(), ids=NO_TOOLS.keys())
+def test_what_cannot_be_a_tool_is_a_config_error_with_key_and_reason(entry: str, says: str) -> None:
+    settings = settings_for("postgresql://nobody@nowhere/none", tools={"mine": entry})
+    with pytest.raises(ConfigError) as error:
+        ToolCalls(settings)
+    assert f"tools.mine = '{entry}'" in str(error.value)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize("source", ["raise SystemExit(3)", "1/0", "def f(:", "import nowhere"])
+def test_a_module_that_breaks_while_it_is_imported_is_a_config_error(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"broken_{abs(hash(source))}"
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    settings = settings_for("postgresql://nobody@nowhere/none", tools={"mine": f"{name}:f"})
+    with pytest.raises(ConfigError, match="cannot be imported: "):
+        ToolCalls(settings)
+
+
+def test_a_tool_that_is_taken_away_is_not_there() -> None:
+    settings = settings_for("postgresql://nobody@nowhere/none", tools={"echo": False})
+    with pytest.raises(Permanent, match=r"no tool 'echo', only f"):
+        call("echo", settings)
+
+
+# --- built in --------------------------------------------------------------------------------
+
+
+def test_echo_returns_its_arguments() -> None:
+    args = {"a": [1, {"b": None}], "function": "x", "context": 1, "self": 2}
+    assert call("echo", **args) == args
+
+
+def test_sleep_sleeps() -> None:
+    begun = time.monotonic()
+    assert call("sleep", seconds=0.1) == {"slept_seconds": 0.1}
+    assert time.monotonic() - begun >= 0.1
+    for seconds in (-1, 86_401, "1", None):
+        assert "seconds" in refused("sleep", seconds=seconds)
+
+
+def test_fetch_data_returns_a_bundled_data_set() -> None:
+    assert call("fetch_data", plain_settings())["rows"][0]["topic"] == "claiming"
+    planets = call("fetch_data", plain_settings(), name="planets")
+    assert (planets["name"], len(planets["rows"])) == ("planets", 8)
+    assert "durable_queues, planets" in refused("fetch_data", name="nope")
+
+
+def plain_settings() -> Settings:
+    return settings_for("postgresql://nobody@nowhere/none")
+
+
+def test_flaky_fails_at_first_and_says_which_attempt_worked() -> None:
+    def attempt(number: int, **args: Any) -> Coroutine[Any, Any, Outcome]:
+        return outcome_of(task_of("flaky", args, attempt=number))
+
+    with pytest.raises(Failure, match="simulated, at attempt 1"):
+        asyncio.run(attempt(1))
+    assert asyncio.run(attempt(2)).result == {"attempt": 2}
+    with pytest.raises(Failure):
+        asyncio.run(attempt(3, failures=3))
+    assert asyncio.run(attempt(1, failures=0)).result == {"attempt": 1}
+    with pytest.raises(Failure):
+        asyncio.run(attempt(9, probability=1))
+    assert asyncio.run(attempt(1, probability=0)).result == {"attempt": 1}
+    ended = [asyncio.run(ended_well(attempt(1, probability=0.5))) for _ in range(60)]
+    assert 5 < sum(ended) < 55
+
+
+async def ended_well(attempt: Coroutine[Any, Any, Outcome]) -> bool:
+    try:
+        await attempt
+    except CallEnded:
+        return False
+    return True
+
+
+def test_a_failure_is_logged_with_its_traceback_and_a_simulated_one_is_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    with pytest.raises(Failure):
+        call("flaky")
+    assert caplog.text == ""
+    with pytest.raises(Failure):
+        call("fail", how="key")
+    assert "KeyError: 'k'" in caplog.text
+    assert "Traceback" in caplog.text
