@@ -17,9 +17,10 @@ from fastapi import APIRouter, FastAPI, Header, Query, Response
 from fastapi.concurrency import run_in_threadpool
 
 import db
-from api import events, figures, health, lists, operations
+from api import events, figures, health, lists, operations, page, run_events, runs
 from api.bodies import BodyLimit
 from api.changes import Changes
+from api.connections import TransportInScope, cared_for
 from api.database import Database
 from api.feeds import Feeds
 from api.models import Metrics, Problem, PromptTask, Task, TaskStatus, task_view
@@ -51,18 +52,23 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, ApiServices]]:
         services = open_services(settings)
         try:
-            yield {"services": services}
+            with cared_for(services.feeds.stop):
+                yield {"services": services}
         finally:
             await run_in_threadpool(close_services, services)
 
     app = FastAPI(title="Agent Orchestrator", lifespan=lifespan)
     app.add_middleware(BodyLimit, max_bytes=settings.limits.max_body_bytes)
+    app.add_middleware(TransportInScope)
     handle_problems(app)
+    app.include_router(page.router)
     app.include_router(health.router)
     app.include_router(figures.router)
     app.include_router(operations.router)
     app.include_router(lists.router)
+    app.include_router(runs.router)
     app.include_router(events.router)
+    app.include_router(run_events.router)
     app.include_router(router)
     return app
 

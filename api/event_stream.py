@@ -1,89 +1,76 @@
 """Server-sent events over one response: https://html.spec.whatwg.org/multipage/server-sent-events.html
 
-A comment every KEEP_ALIVE_SECONDS keeps proxies from closing the connection. A client that takes
-nothing for LONGEST_SEND_SECONDS is let go; what it missed it gets by resuming.
+A comment when there was nothing for KEEP_ALIVE_SECONDS keeps proxies from closing the connection.
+A client that takes nothing for LONGEST_SEND_SECONDS is let go; what it missed it gets by resuming.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-from collections.abc import AsyncGenerator, AsyncIterator
+import logging
+from collections.abc import AsyncGenerator, Iterator
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from api.feeds import StreamEvent
+from api import connections
+from api.connections import Line
+from api.stream_events import StreamEvent
+from errors import OrchestratorError
 
-KEEP_ALIVE_SECONDS = 15.0
-LONGEST_SEND_SECONDS = 30.0
+logger = logging.getLogger(__name__)
+
+STILL_HERE = b": still here\n\n"
+PIECE_BYTES = 65_536  # a long snapshot goes in pieces, each once the client has taken the last
+
+Bundles = AsyncGenerator[list[StreamEvent], None]
 
 
 class EventStreamResponse(Response):
-    """Sends the events of an async iterator as they come, until it ends or the client is gone."""
+    """Sends events as they come, until they end, the client is gone or the process stops."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[StreamEvent, None]) -> None:
+    def __init__(self, events: Bundles, stopping: asyncio.Future[None]) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
+        self._stopping = stopping
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.create_task(self._send_all(send))
-        listening = asyncio.create_task(_disconnected(receive))
-        try:
-            await asyncio.wait({sending, listening}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (sending, listening):
-                task.cancel()
-            await asyncio.gather(sending, listening, return_exceptions=True)
+        line = Line(scope)
+        await line.carry(self._send_all(send, line), _disconnected(receive), self._stopping)
 
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async with contextlib.aclosing(_with_keep_alive(self._events)) as chunks:
-            async for chunk in chunks:
-                async with asyncio.timeout(LONGEST_SEND_SECONDS):
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+    async def _send_all(self, send: Send, line: Line) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            with breaking_off_told():
+                async with contextlib.aclosing(self._events) as bundles:
+                    async for bundle in bundles:
+                        await _send_text(send, b"".join(event.text for event in bundle))
+            async with asyncio.timeout(connections.LONGEST_SEND_SECONDS):
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            await line.cut()
+
+
+async def _send_text(send: Send, text: bytes) -> None:
+    for start in range(0, len(text) or 1, PIECE_BYTES):
+        piece = text[start : start + PIECE_BYTES] or STILL_HERE
+        async with asyncio.timeout(connections.LONGEST_SEND_SECONDS):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+
+
+@contextlib.contextmanager
+def breaking_off_told() -> Iterator[None]:
+    """A stream that cannot go on ends here, and the client resumes it."""
+    try:
+        yield
+    except OrchestratorError as reason:
+        logger.warning("A stream of events breaks off: %s", reason)
 
 
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _with_keep_alive(
-    events: AsyncGenerator[StreamEvent, None],
-) -> AsyncGenerator[bytes, None]:
-    """The events as text, and a comment whenever there was none for a while."""
-    upcoming: asyncio.Task[StreamEvent | None] | None = None
-    try:
-        while True:
-            upcoming = upcoming or asyncio.create_task(_next(events))
-            done, _ = await asyncio.wait({upcoming}, timeout=KEEP_ALIVE_SECONDS)
-            if not done:
-                yield b": still here\n\n"
-                continue
-            event, upcoming = upcoming.result(), None
-            if event is None:
-                return
-            yield _as_text(event)
-    finally:
-        if upcoming is not None:
-            upcoming.cancel()
-            await asyncio.gather(upcoming, return_exceptions=True)
-        await events.aclose()
-
-
-async def _next(events: AsyncIterator[StreamEvent]) -> StreamEvent | None:
-    return await anext(events, None)
-
-
-def _as_text(event: StreamEvent) -> bytes:
-    lines = [f"event: {event.name}"]
-    if event.cursor is not None:
-        lines.append(f"id: {event.cursor}")
-    lines.append(f"data: {json.dumps(event.data, ensure_ascii=False)}")
-    return ("\n".join(lines) + "\n\n").encode()

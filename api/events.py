@@ -1,8 +1,8 @@
-"""Live events of a task."""
+"""Live events of a task: of a lone one, or of one step of a run."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Response
@@ -10,13 +10,12 @@ from fastapi.concurrency import run_in_threadpool
 
 import db
 from api.event_stream import EventStreamResponse
-from api.feeds import StreamEvent
+from api.feeds import Subject
 from api.models import Problem, task_view
 from api.services import ApiServices, Services
 from api.tenants import Tenant
 from queries import events
-from queries.events import Position
-from states import Status
+from queries.operations import find_task
 
 router = APIRouter(
     tags=["tasks"], responses={status: {"model": Problem} for status in (404, 422, 503)}
@@ -35,36 +34,34 @@ async def get_task_events(
 
     204 when the task is over and nothing newer than the cursor is to be told.
     """
-    cursor = last_event_id or after
-    position = events.position_of(cursor) if cursor else None
-    row, _ = await run_in_threadpool(services.database.run, read_task, tenant, task_id)
-    if position and Status(row["status"]).is_final and await _is_all_told(services, row, position):
+    subject = await find_subject(services, tenant, task_id)
+    position = events.position_of(cursor) if (cursor := last_event_id or after) else None
+    if position and await services.feeds.is_all_told(subject, position):
         return Response(status_code=204)
-    return EventStreamResponse(follow_task(services, tenant, row, position))
+    feeds = services.feeds
+    return EventStreamResponse(feeds.follow(subject, position), feeds.stopping)
 
 
-def follow_task(
-    services: ApiServices, tenant: str, row: db.Row, position: Position | None
-) -> AsyncGenerator[StreamEvent, None]:
+# --- helpers of the route above --------------------------------------------------------------
+
+
+async def find_subject(services: ApiServices, tenant: str, task_id: str) -> Subject:
+    """The tenant's task of that number or name; NotFound otherwise."""
+    row = await run_in_threadpool(services.database.run, db.get_task, tenant, task_id)
     number = row["task_id"]
-
-    def read_state(conn: db.Connection) -> tuple[dict[str, Any], Position]:
-        fresh, present = read_task(conn, tenant, str(number))
-        return task_view(fresh).model_dump(mode="json"), present
-
-    only_task = number if row["parent_id"] else None
-    return services.feeds.follow(row["parent_id"] or number, position, read_state, only_task)
-
-
-def read_task(conn: db.Connection, tenant: str, reference: str) -> tuple[db.Row, Position]:
-    """A task and the place in the stream of events at which it stands so, from one snapshot."""
-    with db.transaction(conn, "ISOLATION LEVEL REPEATABLE READ"):
-        return db.get_task(conn, tenant, reference), events.here(conn)
-
-
-async def _is_all_told(services: ApiServices, row: db.Row, position: Position) -> bool:
-    root_id = row["parent_id"] or row["task_id"]
-    batch = await run_in_threadpool(services.database.run, events.read_events, root_id, position)
-    return batch is not None and not any(
-        event["task_id"] == row["task_id"] for event, _ in batch.events
+    present_seconds = services.settings.worker.lease_seconds
+    return Subject(
+        root_id=row["parent_id"] or number,
+        task_id=number,
+        read_state=partial(read_task, tenant, number, present_seconds),
+        read_status=partial(read_status, tenant, number),
     )
+
+
+def read_task(tenant: str, number: int, present_seconds: float, conn: db.Connection) -> Any:
+    task = task_view(db.get_task(conn, tenant, str(number), present_seconds))
+    return task.model_dump(mode="json")
+
+
+def read_status(tenant: str, number: int, conn: db.Connection) -> str:
+    return str(find_task(conn, tenant, str(number))["status"])

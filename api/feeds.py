@@ -1,8 +1,12 @@
 """Live transitions for any number of watchers: read once per run or lone task and process.
 
 A watcher first joins the feed, then reads where things stand, then takes what the feed brings,
-leaving out what it has read already: so nothing is missed and nothing comes twice. A watcher
-holds no database connection. One that does not keep up is dropped, and can resume.
+leaving out what it has read already: so nothing is missed and nothing comes twice. Those who
+come at once share one reading of where things stand. A watcher holds no database connection. One
+that does not keep up is dropped, and can resume.
+
+A stream ends when its run or task has ended and no more is to be told of it. An end that somebody
+undid since (a step was requeued) is a transition like any other.
 """
 
 from __future__ import annotations
@@ -12,14 +16,15 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from fastapi.concurrency import run_in_threadpool
 
 import db
 from api.changes import Changes
 from api.database import Database
-from api.models import iso_utc
+from api.stream_events import StreamEvent, Told, transitions
 from errors import DatabaseUnavailable
 from queries import events
 from queries.events import Batch, Position
@@ -31,45 +36,77 @@ logger = logging.getLogger(__name__)
 # A lost notification costs so long at most; after a reconnect of the listener all are woken.
 LONGEST_BLIND_WAIT_SECONDS = 10.0
 AWAY_SECONDS = 1.0
+KEEP_ALIVE_SECONDS = 15.0
 MOST_WAITING = 200  # batches and pieces of answers, for one watcher
 SAY_WATCHED_SECONDS = 5.0
+SHARED_SECONDS = 1.0  # what no transition tells (a lease, a wait) may be so old in a snapshot
 
-Read = Callable[[db.Connection], tuple[dict[str, Any], Position]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class StreamEvent:
-    """What a watcher gets: snapshot, transition or end; only transitions carry a cursor."""
+class Subject:
+    """What is followed: a run, a lone task, or one step of a run."""
 
-    name: str
-    data: dict[str, Any]
-    cursor: str | None = None
+    root_id: int
+    task_id: int  # the row whose end is the end of the stream
+    read_state: Callable[[db.Connection], dict[str, Any]]
+    read_status: Callable[[db.Connection], str]
+
+    def concerns(self, event: StreamEvent) -> bool:
+        return self.task_id in (self.root_id, event.data["task_id"])
 
 
 class Watcher:
     """One watcher's place in a feed."""
 
-    def __init__(self) -> None:
-        self.arrived: asyncio.Queue[Batch | StreamEvent | None] = asyncio.Queue(MOST_WAITING)
+    def __init__(self, joined: Position) -> None:
+        self.joined = joined  # what was told before it came was visible here
+        self._arrived: asyncio.Queue[Told | StreamEvent | None] = asyncio.Queue(MOST_WAITING)
 
-    def put(self, batch: Batch) -> bool:
+    def put(self, told: Told) -> bool:
         """Queue a batch; False when the watcher has fallen too far behind, and is dropped."""
-        if not self.arrived.full():
-            self.arrived.put_nowait(batch)
+        if not self._arrived.full():
+            self._arrived.put_nowait(told)
             return True
         self.drop()
         return False
 
     def put_token(self, token: StreamEvent) -> None:
         """Queue a piece of an answer, unless there is much before it already."""
-        if self.arrived.qsize() < MOST_WAITING // 2:
-            self.arrived.put_nowait(token)
+        if self._arrived.qsize() < MOST_WAITING // 2:
+            self._arrived.put_nowait(token)
 
     def drop(self) -> None:
         """End the watcher's stream behind what it has read; it may resume."""
-        while not self.arrived.empty():
-            self.arrived.get_nowait()
-        self.arrived.put_nowait(None)
+        while not self._arrived.empty():
+            self._arrived.get_nowait()
+        self._arrived.put_nowait(None)
+
+    async def next(self, seconds: float) -> list[Told | StreamEvent | None]:
+        """All that has arrived; nothing, if nothing came for so long. None: it was dropped."""
+        try:
+            async with asyncio.timeout(seconds):
+                arrived = [await self._arrived.get()]
+        except TimeoutError:
+            return []
+        while not self._arrived.empty():
+            arrived.append(self._arrived.get_nowait())
+        return arrived
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Where a subject stands at a position in the stream of its events."""
+
+    task_id: int
+    event: StreamEvent
+    position: Position
+
+    def serves(self, subject: Subject, watcher: Watcher) -> bool:
+        """Whether it shows all that the watcher's feed will not bring any more."""
+        is_late_enough = events.age(self.position.now) >= events.age(watcher.joined.now)
+        return is_late_enough and self.task_id == subject.task_id
 
 
 class Feed:
@@ -79,16 +116,36 @@ class Feed:
         self.root_id = root_id
         self._on_claim = on_claim  # a worker begins, and may not know that somebody watches
         self.position = position
+        self.told = position  # whatever was told so far was visible here
         self.watchers: set[Watcher] = set()
+        self.steps: dict[int, str] = {}  # names, as far as they were seen
         self.task: asyncio.Task[None] | None = None
+        self._readings: dict[int, asyncio.Task[Snapshot]] = {}
+        self._snapshot: Snapshot | None = None
 
     async def run(self, database: Database, changes: Changes) -> None:
+        """Read on for ever; when that cannot be, all watchers have to begin anew."""
+        try:
+            await self._read_on(database, changes)
+        except Exception:
+            logger.exception("A feed of live events broke off")
+        finally:
+            for watcher in self.watchers:
+                watcher.drop()
+
+    async def _read_on(self, database: Database, changes: Changes) -> None:
         with changes.of_task(self.root_id) as changed:
             while True:
                 changed.clear()
                 seconds = LONGEST_BLIND_WAIT_SECONDS
                 try:
-                    if await self._read(database):
+                    batch = await run_in_threadpool(
+                        database.run, events.read_events, self.root_id, self.position
+                    )
+                    if batch is None:  # another database answers now
+                        return
+                    self._pass_on(batch)
+                    if batch.is_full:  # there may be more at once
                         continue
                 except DatabaseUnavailable as away:
                     logger.warning("A feed waits: %s", away)
@@ -97,23 +154,50 @@ class Feed:
                     async with asyncio.timeout(seconds):
                         await changed.wait()
 
-    async def _read(self, database: Database) -> bool:
-        """Read and pass on a batch; True if there may be more at once."""
-        batch = await run_in_threadpool(
-            database.run, events.read_events, self.root_id, self.position
-        )
-        if batch is None:  # another database answers now: every watcher has to begin anew
-            for watcher in self.watchers:
-                watcher.drop()
-            return False
+    def _pass_on(self, batch: Batch) -> None:
         self.position = batch.end
-        if batch.events:
-            if any(row["to"] == Status.RUNNING for row, _ in batch.events):
-                self._on_claim()
-            for watcher in list(self.watchers):
-                if not watcher.put(batch):
-                    self.watchers.discard(watcher)
-        return batch.is_full
+        if not batch.events:
+            return
+        told = Told(self.told, batch)
+        self.told = batch.end
+        self.steps |= {row["task_id"]: row["step"] for row, _ in batch.events if row["step"]}
+        if any(row["to"] == Status.RUNNING for row, _ in batch.events):
+            self._on_claim()
+        for watcher in list(self.watchers):
+            if not watcher.put(told):
+                self.watchers.discard(watcher)
+
+    async def snapshot(self, database: Database, subject: Subject, watcher: Watcher) -> Snapshot:
+        """Where the subject stands, read after the watcher joined, or as good as that."""
+        found = self._snapshot
+        if found is None or not found.serves(subject, watcher):
+            found = await asyncio.shield(self._reading(database, subject))
+            if not found.serves(subject, watcher):  # its reading had begun before
+                found = await asyncio.shield(self._reading(database, subject))
+        return found
+
+    def _reading(self, database: Database, subject: Subject) -> asyncio.Task[Snapshot]:
+        """The reading that is under way, or a new one."""
+        reading = self._readings.get(subject.task_id)
+        if reading is None or reading.done():
+            wanted = run_in_threadpool(database.run, read_snapshot, subject)
+            reading = self._readings[subject.task_id] = asyncio.create_task(wanted)
+            reading.add_done_callback(partial(self._share, subject.task_id))
+        return reading
+
+    def _share(self, task_id: int, reading: asyncio.Task[Snapshot]) -> None:
+        if self._readings.get(task_id) is reading:
+            del self._readings[task_id]
+        if reading.cancelled() or reading.exception() is not None:
+            return  # whoever waits for it is told
+        snapshot = self._snapshot = reading.result()
+        state = snapshot.event.data
+        self.steps |= {step["task_id"]: step["name"] for step in state.get("steps", ())}
+        asyncio.get_running_loop().call_later(SHARED_SECONDS, self._forget, snapshot)
+
+    def _forget(self, snapshot: Snapshot) -> None:
+        if self._snapshot is snapshot:
+            self._snapshot = None
 
 
 class Feeds:
@@ -125,28 +209,43 @@ class Feeds:
         self._feeds: dict[int, Feed] = {}
         self._saying: asyncio.Task[None] | None = None
         self._say_now = asyncio.Event()
+        self.stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         changes.on_token = self._on_token
 
+    def stop(self) -> None:
+        """End every stream, and each that begins from now on."""
+        if not self.stopping.done():
+            self.stopping.set_result(None)
+        for feed in self._feeds.values():
+            for watcher in feed.watchers:
+                watcher.drop()
+
     @contextlib.asynccontextmanager
-    async def watcher(self, root_id: int) -> AsyncIterator[Watcher]:
+    async def watcher(self, root_id: int) -> AsyncIterator[tuple[Feed, Watcher]]:
         """A place in the feed of `root_id`; the feed ends with its last watcher."""
-        if root_id not in self._feeds:
-            position = await run_in_threadpool(self._database.run, events.here)
-            self._begin(root_id, position)
+        if not self._is_read(root_id):
+            self._begin(root_id, await self._run(events.here))
         feed = self._feeds[root_id]
-        watcher = Watcher()
+        watcher = Watcher(feed.told)
         feed.watchers.add(watcher)
+        if self.stopping.done():
+            watcher.drop()
         try:
-            yield watcher
+            yield feed, watcher
         finally:
             feed.watchers.discard(watcher)
             if not feed.watchers and self._feeds.get(root_id) is feed:
                 del self._feeds[root_id]
+                self._say_now.set()  # to nobody any more, perhaps
                 if feed.task is not None:
                     feed.task.cancel()
 
+    def _is_read(self, root_id: int) -> bool:
+        feed = self._feeds.get(root_id)
+        return feed is not None and feed.task is not None and not feed.task.done()
+
     def _begin(self, root_id: int, position: Position) -> None:
-        if root_id not in self._feeds:  # somebody else may have begun it meanwhile
+        if not self._is_read(root_id):  # somebody else may have begun it meanwhile
             feed = self._feeds[root_id] = Feed(root_id, position, self._say_now.set)
             self._say_now.set()
             feed.task = asyncio.create_task(feed.run(self._database, self._changes))
@@ -157,94 +256,104 @@ class Feeds:
         """Ask the workers for pieces of answers, while anybody watches."""
         while self._feeds:
             with contextlib.suppress(DatabaseUnavailable):
-                await run_in_threadpool(self._database.run, say_watched, list(self._feeds))
+                await self._run(say_watched, list(self._feeds))
             self._say_now.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(SAY_WATCHED_SECONDS):
                     await self._say_now.wait()
 
     def _on_token(self, piece: dict[str, Any]) -> None:
-        feed = self._feeds.get(piece.pop("root_id"))
-        for watcher in feed.watchers if feed else ():
-            watcher.put_token(StreamEvent("token", piece))
+        if feed := self._feeds.get(piece.pop("root_id")):
+            token = StreamEvent("token", {"step": feed.steps.get(piece["task_id"]), **piece})
+            for watcher in feed.watchers:
+                watcher.put_token(token)
+
+    async def is_all_told(self, subject: Subject, after: Position) -> bool:
+        """Whether the subject has ended and nothing newer than `after` is to be told of it."""
+        batch, status = await self._run(read_after, subject, after)
+        if batch is None or not status.is_final or batch.is_full:
+            return False
+        return not any(subject.concerns(event) for event in transitions(batch))
 
     async def follow(
-        self, root_id: int, after: Position | None, read_state: Read, only_task: int | None = None
-    ) -> AsyncGenerator[StreamEvent, None]:
-        """Snapshot (unless `after` can be resumed), transitions, and the end of `root_id`.
+        self, subject: Subject, after: Position | None
+    ) -> AsyncGenerator[list[StreamEvent], None]:
+        """Snapshot (unless `after` can be resumed), transitions, and the end of the subject.
 
-        `only_task` narrows the transitions to one step of a run.
+        An empty list says that there was nothing for a while.
         """
-        async with self.watcher(root_id) as watcher:
-            position, caught_up = await self._catch_up(root_id, after)
+        async with self.watcher(subject.root_id) as (feed, watcher):
+            position, is_full = after, True
+            while position is not None and is_full:
+                batch, status = await self._run(read_after, subject, position)
+                if batch is None:
+                    position = None
+                    break
+                position, is_full = batch.end, batch.is_full
+                if missed := [one for one in transitions(batch) if subject.concerns(one)]:
+                    yield missed
             if position is None:
-                state, present = await run_in_threadpool(self._database.run, read_state)
-                position = present
-                yield StreamEvent("snapshot", state)
-                if Status(state["status"]).is_final:
-                    yield StreamEvent("end", {"status": state["status"]})
-                    return
-            async for event in self._live(watcher, caught_up, position):
-                if only_task in (None, event.data["task_id"]):
-                    yield event
-                if _ends(event, only_task or root_id):
-                    yield StreamEvent("end", {"status": event.data["to"]})
-                    return
+                snapshot = await feed.snapshot(self._database, subject, watcher)
+                position, status = snapshot.position, Status(snapshot.event.data["status"])
+                yield [snapshot.event]
+            if status.is_final:
+                yield [_end(status)]
+                return
+            async with contextlib.aclosing(_live(subject, watcher, position)) as live:
+                async for bundle in live:
+                    yield bundle
 
-    async def _live(
-        self, watcher: Watcher, caught_up: list[StreamEvent], position: Position
-    ) -> AsyncGenerator[StreamEvent, None]:
-        """What was caught up, then what arrives and was not among it, until the end."""
-        for event in caught_up:
-            yield event
-        while (arrived := await watcher.arrived.get()) is not None:
-            if isinstance(arrived, StreamEvent):
-                yield arrived
-                continue
-            for event in _unseen(arrived, position):
-                yield event
-            if not arrived.is_full and events.age(arrived.end.now) > events.age(position.now):
-                position = arrived.end
-
-    async def _catch_up(
-        self, root_id: int, after: Position | None
-    ) -> tuple[Position | None, list[StreamEvent]]:
-        """What has come since `after`; no position if that cannot be used."""
-        found: list[StreamEvent] = []
-        position = after
-        while position is not None:
-            batch = await run_in_threadpool(
-                self._database.run, events.read_events, root_id, position
-            )
-            if batch is None:
-                return None, []
-            found += [_transition(row, place) for row, place in batch.events]
-            position = batch.end
-            if not batch.is_full:
-                break
-        return position, found
+    async def _run(self, function: Callable[..., T], *args: Any) -> T:
+        return await run_in_threadpool(self._database.run, function, *args)
 
 
-def _unseen(batch: Batch, position: Position) -> list[StreamEvent]:
-    """The batch's transitions that are new to a reader at `position`, with cursors of its own."""
-    fresh = []
-    for row, place in batch.events:
-        if not events.sees(position.now, int(row["transaction"])):
-            own = Position(place.cluster, position.now, place.now, place.last_id)
-            fresh.append(_transition(row, own))
-    return fresh
+async def _live(
+    subject: Subject, watcher: Watcher, position: Position
+) -> AsyncGenerator[list[StreamEvent], None]:
+    """What arrives and is new to one who stands at `position`, until the end or he is dropped."""
+    now = asyncio.get_running_loop().time
+    last, ended, is_full = now(), None, False
+    while True:
+        arrived = await watcher.next(max(0.0, last + KEEP_ALIVE_SECONDS - now()))
+        bundle: list[StreamEvent] = []
+        for one in arrived:
+            if one is None:
+                return
+            if isinstance(one, Told):
+                fresh, position = one.after(position)
+                is_full = one.is_full
+            else:
+                fresh = [one]
+            bundle += [event for event in fresh if subject.concerns(event)]
+        for event in bundle:
+            if event.name == "transition" and event.data["task_id"] == subject.task_id:
+                status = Status(event.data["to"])
+                ended = status if status.is_final else None  # None: revived
+        if bundle or now() >= last + KEEP_ALIVE_SECONDS:
+            last = now()
+            yield bundle
+        if ended and not is_full:
+            yield [_end(ended)]
+            return
 
 
-def _transition(row: db.Row, place: Position) -> StreamEvent:
-    cursor = place.as_cursor()
-    columns = ("id", "task_id", "run_id", "step", "from", "to", "reason")
-    data = {column: row[column] for column in columns}
-    data |= {"at": iso_utc(row["at"]), "worker": row["worker"], "attempt": row["attempt"]}
-    data |= {"detail": row["detail"], "cursor": cursor}
-    return StreamEvent("transition", data, cursor)
+def _end(status: Status) -> StreamEvent:
+    return StreamEvent("end", {"status": status})
 
 
-def _ends(event: StreamEvent, task_id: int) -> bool:
-    if event.name != "transition":
-        return False
-    return event.data["task_id"] == task_id and Status(event.data["to"]).is_final
+def read_after(
+    conn: db.Connection, subject: Subject, after: Position
+) -> tuple[Batch | None, Status]:
+    """What came after a position (None: it cannot be used) and the status behind it."""
+    with db.transaction(conn, "ISOLATION LEVEL REPEATABLE READ"):
+        status = Status(subject.read_status(conn))
+        return events.read_events(conn, subject.root_id, after), status
+
+
+def read_snapshot(conn: db.Connection, subject: Subject) -> Snapshot:
+    """Where a subject stands, and the place in the stream of events at which it stands so."""
+    with db.transaction(conn, "ISOLATION LEVEL REPEATABLE READ"):
+        state, position = subject.read_state(conn), events.here(conn)
+    event = StreamEvent("snapshot", state)
+    _ = event.json  # written out here: it may be long, and others wait for the event loop
+    return Snapshot(subject.task_id, event, position)

@@ -248,12 +248,13 @@ def task_view(row: dict[str, Any]) -> Task:
         "task_id": row["name"] or row["task_id"],
         "run_id": row["parent_id"],
         "cost": money(row["cost"]),
-        "error": _error(row),
+        "error": task_error(row),
     }
     return Task(**shown)
 
 
-def _error(row: dict[str, Any]) -> TaskError | None:
+def task_error(row: dict[str, Any]) -> TaskError | None:
+    """Why the task failed, or why it is to be tried again."""
     tells_of_it = row["status"] == Status.FAILED or row["reason"] in ("retry", "outage")
     if row["last_error"] is None or not tells_of_it:
         return None
@@ -261,8 +262,12 @@ def _error(row: dict[str, Any]) -> TaskError | None:
 
 
 def transition_view(row: dict[str, Any], cursor: str) -> Transition:
-    """A row of audit_log as the API shows it."""
-    return Transition(**{**row, "at": iso_utc(row["at"]), "cursor": cursor})
+    """A row of audit_log as the API shows it: while its steps are under way, a run is RUNNING."""
+    shown = {**row, "at": iso_utc(row["at"]), "cursor": cursor}
+    if row["task_id"] == row["run_id"]:
+        for column in ("from_status", "to_status"):
+            shown[column] = Status.RUNNING if row[column] == Status.BLOCKED else row[column]
+    return Transition(**shown)
 
 
 def worker_view(row: dict[str, Any]) -> WorkerSeen:

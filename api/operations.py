@@ -1,4 +1,4 @@
-"""What a user does to tasks: submit many at once, cancel, requeue."""
+"""What a user does to tasks: submit many at once, cancel, approve, requeue."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from fastapi import APIRouter, Response
 
 from api.models import Batch, BatchStatus, Problem, TaskStatus
 from api.requests import IdempotencyKey, idempotency, mark_replay, new_task, refused_fields
+from api.run_models import Approval
 from api.services import Services
 from api.tenants import Tenant
 from config import Limits
 from db import NewTask
-from errors import FieldRefused
-from queries.operations import cancel_task, requeue_task, submit_batch
+from errors import FieldRefused, TooLarge
+from queries.operations import approve_task, cancel_task, requeue_task, submit_batch
 from states import Status
 
 router = APIRouter(
@@ -45,9 +46,22 @@ def delete_task(task_id: str, response: Response, services: Services, tenant: Te
     return TaskStatus(task_id=cancelled.task_id, status=cancelled.status)
 
 
+@router.post("/tasks/{task_id}/approve", responses={413: {"model": Problem}})
+def post_approval(
+    task_id: str, services: Services, tenant: Tenant, body: Approval | None = None
+) -> TaskStatus:
+    """Decide what waits for a person: yes, unless the body says no."""
+    decision = body or Approval()
+    check_approval(decision, services.settings.limits)
+    decided = services.database.run(
+        approve_task, tenant, task_id, decision.approved, decision.feedback
+    )
+    return TaskStatus(task_id=decided.task_id, status=decided.status)
+
+
 @router.post("/tasks/{task_id}/requeue")
 def post_requeue(task_id: str, services: Services, tenant: Tenant) -> TaskStatus:
-    """Run a dead letter again, now and with fresh counters."""
+    """Run a FAILED task again, now and with fresh counters; ask again where the answer was no."""
     requeued = services.database.run(requeue_task, tenant, task_id)
     return TaskStatus(task_id=requeued.task_id, status=requeued.status)
 
@@ -68,3 +82,12 @@ def batch_tasks(body: Batch, tenant: str, key: str | None, limits: Limits) -> li
         new_task(first, tenant, **idempotency("batch", key, body)),
         *(new_task(item, tenant) for item in rest),
     ]
+
+
+def check_approval(decision: Approval, limits: Limits) -> None:
+    """Refuse what no task that waits in this version can take."""
+    if decision.artefact is not None:
+        raise FieldRefused("artefact", "only an agent job has one, and this is none")
+    if len((decision.feedback or "").encode()) > limits.max_metadata_bytes:
+        most = f"limits.max_metadata_bytes ({limits.max_metadata_bytes} bytes)"
+        raise TooLarge(f"it is longer than {most}", "feedback")

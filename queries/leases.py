@@ -242,10 +242,9 @@ SELECT task_id FROM tasks
 WHERE task_id IN (
     SELECT parent_id FROM tasks
     WHERE status = 'RUNNING' AND lease_expires_at < current_instant() AND parent_id IS NOT NULL
-      AND task_id > %(after)s AND (%(only)s::bigint IS NULL OR task_id = %(only)s)
-    ORDER BY task_id
-    LIMIT %(sweep_limit)s)
+      AND task_id > %(after)s AND (%(only)s::bigint IS NULL OR task_id = %(only)s))
 ORDER BY task_id
+LIMIT %(sweep_limit)s
 FOR NO KEY UPDATE SKIP LOCKED
 """
 

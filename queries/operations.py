@@ -14,7 +14,7 @@ from connection import Connection, Cursor, Row, fetch, transaction
 from db import NewTask, Submitted, number_or_name, submit_tasks_in_tx
 from errors import KeyReused, NotFound, StateConflict
 from queries.steps import end_steps, lock_runs, revive_run
-from states import Status
+from states import Kind, Status
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def approve_task(
     """Decide what waits for a person; NotFound, or StateConflict when it does not wait."""
     while True:
         task = find_task(conn, tenant, reference)
-        if task["status"] != Status.AWAITING_APPROVAL:
+        if task["status"] != Status.AWAITING_APPROVAL or task["kind"] != Kind.APPROVAL:
             raise StateConflict(
                 f"task {task['shown_as']} is {task['status']}; "
                 "only a task that waits for approval can be approved or rejected"

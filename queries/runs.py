@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from connection import Connection, Cursor, Row, fetch, transaction
 from db import FIRST_OF_KEYS, LARGEST_ID, Submitted, number_or_name
-from errors import KeyReused, NotFound, StateConflict
+from errors import KeyReused, NotFound, RequestRefused, StateConflict
 from queries.listings import NEWEST_TASKS, Page
 from queries.operations import ACT_FOR, Changed
 from queries.steps import END_RUNS, lock_runs
@@ -40,7 +40,7 @@ class NewRun:
 
     tenant: str
     goal: str
-    steps: Sequence[NewStep] = field(default_factory=list)
+    steps: Sequence[NewStep]
     idempotency_scope: str | None = None
     idempotency_key: str | None = None
     request_hash: bytes | None = None
@@ -96,6 +96,8 @@ def submit_run(conn: Connection, run: NewRun) -> Submitted:
     KeyReused if the key came with another body. Of two that come at once with one key, the
     second waits for the first.
     """
+    if not run.steps:
+        raise RequestRefused("a run has at least one step")  # it would never end
     while True:
         with transaction(conn) as cursor:
             run_id = _create_run(cursor, run)
@@ -209,7 +211,10 @@ measured AS (
 SELECT t.task_id, t.step, t.kind,
        CASE WHEN t.kind = 'run' AND t.status = 'BLOCKED' THEN 'RUNNING'
             ELSE t.status::text END AS status,
-       t.reason, t.payload, t.cancel_requested,
+       t.reason, t.cancel_requested,
+       CASE WHEN t.kind = 'prompt' AND t.requested_route <> 'auto'
+            THEN t.payload || jsonb_build_object('route', t.requested_route)
+            ELSE t.payload END AS payload,
        CASE WHEN m.has_room THEN t.result END AS result,
        t.result IS NOT NULL AND NOT m.has_room AS result_left_out,
        t.last_error, t.retry_count, t.delivery_count, t.attempt, t.worker, t.duration_seconds,
@@ -307,14 +312,7 @@ UPDATE tasks SET cancel_requested = true, updated_at = current_instant()
 WHERE task_id = %(run_id)s AND status = 'BLOCKED'
 """
 
-# BLOCKED, PENDING, AWAITING_APPROVAL -> CANCELLED; a RUNNING one is asked to stop. A claim may
-# hold a row: so first they are locked, in order, and then seen as they are.
-LOCK_STEPS = """
-SELECT FROM tasks
-WHERE parent_id = %(run_id)s AND status IN ('BLOCKED', 'PENDING', 'RUNNING', 'AWAITING_APPROVAL')
-ORDER BY task_id
-FOR NO KEY UPDATE
-"""
+# BLOCKED, PENDING, AWAITING_APPROVAL -> CANCELLED; a RUNNING one is asked to stop.
 CANCEL_STEPS = """
 UPDATE tasks
 SET status = CASE WHEN status = 'RUNNING' THEN status ELSE 'CANCELLED' END,
@@ -340,7 +338,7 @@ def cancel_run(conn: Connection, tenant: str, reference: str) -> Changed:
                 f"run {run_id} is {before['status']} already; "
                 "only a run that has not ended can be cancelled"
             )
-        effects = (ACT_FOR, CANCEL_RUN, LOCK_STEPS, CANCEL_STEPS, END_RUNS)
+        effects = (ACT_FOR, CANCEL_RUN, CANCEL_STEPS, END_RUNS)
         cursor.execute(";".join(effects), {"by": tenant, "run_id": run_id, "run_ids": [run_id]})
         (after,) = lock_runs(cursor, [run_id])
     return Changed(run_id, _as_shown(after["status"]))

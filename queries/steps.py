@@ -145,7 +145,7 @@ doomed AS (
 UPDATE tasks
 SET status = 'BLOCKED', reason = 'requeued', finished_at = NULL, updated_at = current_instant()
 WHERE task_id IN (SELECT task_id FROM descendants EXCEPT SELECT task_id FROM doomed)
-  AND status = 'CANCELLED' AND reason = 'dependency_failed'
+  AND status = 'CANCELLED'
 """
 
 # A run: FAILED -> BLOCKED (requeued).

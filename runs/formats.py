@@ -91,7 +91,7 @@ class _Check:
             name = unquote(part).replace("~1", "/").replace("~0", "~")
             if isinstance(here, dict) and name in here:
                 here = here[name]
-            elif isinstance(here, list) and name.isdecimal() and int(name) < len(here):
+            elif isinstance(here, list) and name in map(str, range(len(here))):
                 here = here[int(name)]
             else:
                 raise FormatRefused(f"{at}/$ref = {_short(reference)}: there is no such place")

@@ -277,7 +277,6 @@ def of_runs() -> dict[str, Ask]:
         "the newest runs": (runs.LIST_RUNS, {**listed, "before": db.LARGEST_ID}, 8000, 5600),
         "the audit of a run": (runs.LIST_RUN_TRANSITIONS, audit, 60, 21),
         "ask a run to stop": (runs.CANCEL_RUN, one, 40, 0),
-        "lock the steps": (runs.LOCK_STEPS, one, 3000, 900),
         "cancel 500 steps": (runs.CANCEL_STEPS, one, 20_000, 900),
     }
 

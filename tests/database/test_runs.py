@@ -6,7 +6,7 @@ import psycopg2
 import pytest
 
 from db import Connection
-from errors import KeyReused, NotFound, StateConflict
+from errors import KeyReused, NotFound, RequestRefused, StateConflict
 from queries import leases, operations, runs
 from queries.leases import Outcome
 from queries.runs import NewRun
@@ -73,6 +73,12 @@ def test_a_step_exists_once_in_its_run_and_a_refused_run_leaves_nothing(conn: Co
     assert rows.count_tasks(conn) == 0
 
 
+def test_a_run_without_steps_which_would_never_end_is_refused(conn: Connection) -> None:
+    with pytest.raises(RequestRefused):
+        runs.submit_run(conn, NewRun("default", "nothing to do", []))
+    assert rows.count_tasks(conn) == 0
+
+
 KEY = {"idempotency_scope": "runs", "idempotency_key": "k", "request_hash": b"1"}
 
 
@@ -101,6 +107,21 @@ def test_a_run_is_found_by_its_own_tenant_only_and_is_no_task(conn: Connection) 
             call(conn, "one", str(run_id + 1))  # its step
     with pytest.raises(NotFound):
         operations.find_task(conn, "one", str(run_id))
+
+
+def test_a_step_shows_the_input_that_it_was_submitted_with(conn: Connection) -> None:
+    steps = [
+        new_step("far", kind="prompt", payload={"prompt": "p"}, requested_route="cloud"),
+        new_step("any", kind="prompt", payload={"prompt": "p"}, requested_route="auto"),
+        new_step("tool"),
+    ]
+    run_id = runs.submit_run(conn, NewRun("default", "inputs", steps)).task_id
+    shown = runs.get_run(conn, "default", str(run_id), 30)["steps"]
+    assert [step["payload"] for step in shown] == [
+        {"prompt": "p", "route": "cloud"},
+        {"prompt": "p"},
+        {"tool": "echo", "args": {"said": "tool"}},
+    ]
 
 
 # --- promotion and the end -------------------------------------------------------------------
@@ -228,6 +249,14 @@ def test_a_rejected_approval_that_is_requeued_asks_again(conn: Connection) -> No
     }  # fmt: skip
     operations.approve_task(conn, "default", gate, True, None)
     assert statuses(conn, run_id)["b"] == "PENDING"
+
+
+def test_another_kind_of_task_that_waits_for_a_person_is_no_approval_step(
+    conn: Connection,
+) -> None:
+    task_id = rows.insert_as(conn, "AWAITING_APPROVAL")
+    with pytest.raises(StateConflict):
+        operations.approve_task(conn, "default", str(task_id), True, None)
 
 
 def test_what_does_not_wait_for_a_person_cannot_be_approved(conn: Connection) -> None:

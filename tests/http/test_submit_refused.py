@@ -197,7 +197,7 @@ def test_a_tenant_that_is_no_name_is_refused(module_api: Api, tenant: bytes) -> 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [("PUT", "/tasks", 405), ("PATCH", "/tasks/1", 405), ("POST", "/metrics", 405),
-     ("POST", "/task", 404), ("GET", "/", 404), ("GET", "/tasks/1/nothing", 404)],
+     ("POST", "/task", 404), ("GET", "/nowhere", 404), ("GET", "/tasks/1/nothing", 404)],
 )  # fmt: skip
 def test_an_address_or_a_method_that_is_not_there_is_refused_in_the_same_shape(
     module_api: Api, method: str, path: str, status: int

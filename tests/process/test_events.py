@@ -2,65 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import threading
-from dataclasses import dataclass
-
-import httpx
 import pytest
 
 import db
 from tests.support.fake_ollama import FakeOllama, answer, slow, status
 from tests.support.processes import Api, Processes, eventually
+from tests.support.streams import EventSource as Watcher
 
 psutil = pytest.importorskip("psutil", reason="comes with requirements-local.txt")
-
-
-@dataclass(frozen=True)
-class Event:
-    name: str
-    data: dict[str, object]
-    cursor: str | None
-
-
-class Watcher(threading.Thread):
-    """Reads a stream of events until its end."""
-
-    def __init__(self, api: Api, path: str, **headers: str) -> None:
-        super().__init__(daemon=True)
-        self.events: list[Event] = []
-        self.status_code = 0
-        self._url, self._headers = f"{api.url}{path}", headers
-        self.start()
-
-    def run(self) -> None:
-        with contextlib.suppress(httpx.TransportError):  # the API ends with its test
-            self._read()
-
-    def _read(self) -> None:
-        fields: dict[str, str] = {}
-        with httpx.stream("GET", self._url, headers=self._headers, timeout=60) as answered:
-            self.status_code = answered.status_code
-            for line in answered.iter_lines():
-                if line and not line.startswith(":"):
-                    name, _, value = line.partition(": ")
-                    fields[name] = value
-                elif fields:
-                    data = json.loads(fields["data"])
-                    self.events.append(Event(fields["event"], data, fields.get("id")))
-                    fields = {}
-
-    def names(self) -> list[str]:
-        return [event.name for event in self.events]
-
-    def reasons(self) -> list[object]:
-        return [event.data["reason"] for event in self.events if event.name == "transition"]
-
-    def until_end(self) -> list[Event]:
-        self.join(30)
-        assert not self.is_alive(), self.names()
-        return self.events
 
 
 def test_a_watcher_gets_a_snapshot_then_each_transition_once_then_the_end(

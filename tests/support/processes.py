@@ -161,9 +161,11 @@ class Processes:
         self._started.append(worker)
         return worker
 
-    def api(self, env: dict[str, str] | None = None, ready: bool = True) -> Api:
+    def api(
+        self, env: dict[str, str] | None = None, ready: bool = True, port: int | None = None
+    ) -> Api:
         """Start uvicorn and wait until it is ready (or, with ready=False, until it answers)."""
-        port = free_port()
+        port = port or free_port()
         command = [sys.executable, "-m", "uvicorn", "main:app", "--port", str(port)]
         command += ["--no-access-log"]
         log = self._folder / f"api-{len(self._started)}.log"

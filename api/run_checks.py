@@ -1,0 +1,206 @@
+"""From the body of POST /runs to steps that can be stored, or to all that is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
+from api.models import json_bytes
+from api.run_models import PromptInput, RunBody, StepBody, ToolInput
+from config import Limits, Settings
+from queries.runs import NewStep
+from runs.formats import FormatRefused, check_format
+from runs.graph import CycleFound, topological_order
+from runs.names import StepRefused, kind_of
+from runs.templates import Reference, TemplateError, references, templated
+
+LONGEST_QUOTE = 80  # of a name that somebody sent
+MOST_NAMES_TOLD = 40  # of a cycle, or of tools
+OUTPUTS_OF_APPROVAL = ("approved", "feedback")
+
+Place = tuple[int | str, ...]
+Blame = dict[str, Any]  # as pydantic tells of an error, so that all are answered in one shape
+
+
+def planned_steps(body: RunBody, settings: Settings) -> list[NewStep]:
+    """The steps of a run, each behind those it depends on, else in the order of the body.
+
+    RequestValidationError names each field that is to blame.
+    """
+    _stop_at(_of_sizes(body, settings.limits))
+    _stop_at(_of_names(body.steps))
+    _stop_at([*_of_needs(body.steps), *StepChecks(body.steps, settings).blames()])
+    steps = {step.name: step for step in body.steps}
+    try:
+        order = topological_order({step.name: step.needs for step in body.steps})
+    except CycleFound as found:
+        _stop_at([_of_cycle(body.steps, found.cycle)])
+        raise
+    return [_new_step(steps[name]) for name in order]
+
+
+def _new_step(step: StepBody) -> NewStep:
+    kind, route = kind_of(step.name, step.input), "none"
+    payload = step.input
+    if kind == "prompt":
+        payload = {key: value for key, value in payload.items() if value is not None}
+        route = payload.pop("route", "auto")
+    elif kind == "tool":
+        payload = {"args": {}, **payload}
+    return NewStep(
+        name=step.name,
+        kind=kind,
+        payload=payload,
+        needs=step.needs,
+        requested_route=route,
+        max_retry=step.max_retry,
+    )
+
+
+def _stop_at(blames: Iterable[Blame]) -> None:
+    if found := list(blames):
+        raise RequestValidationError(found)
+
+
+def _blame(place: Place, message: str) -> Blame:
+    return {
+        "type": "value_error",
+        "loc": ("body", *place),
+        "msg": message,
+        "ctx": {"error": message},
+    }
+
+
+def _quoted(text: str) -> str:
+    return text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]}…"
+
+
+def _some(names: list[str]) -> str:
+    left_out = len(names) - MOST_NAMES_TOLD
+    return ", ".join(names[:MOST_NAMES_TOLD]) + (f" and {left_out} more" if left_out > 0 else "")
+
+
+# --- the run as a whole ----------------------------------------------------------------------
+
+
+def _of_sizes(body: RunBody, limits: Limits) -> Iterator[Blame]:
+    if len(body.goal.encode()) > limits.max_goal_bytes:
+        most = f"limits.max_goal_bytes ({limits.max_goal_bytes} bytes)"
+        yield _blame(("goal",), f"it is longer than {most}")
+    if len(body.steps) > limits.max_run_steps:
+        most = f"at most {limits.max_run_steps} (limits.max_run_steps)"
+        yield _blame(("steps",), f"{most}, and these are {len(body.steps)}")
+    if (edges := sum(len(step.needs) for step in body.steps)) > limits.max_run_edges:
+        most = f"at most {limits.max_run_edges} entries in all dependsOn (limits.max_run_edges)"
+        yield _blame(("steps",), f"{most}, and these are {edges}")
+
+
+def _of_names(steps: list[StepBody]) -> Iterator[Blame]:
+    seen: dict[str, int] = {}
+    for number, step in enumerate(steps):
+        try:
+            kind_of(step.name, step.input)
+        except StepRefused as refused:
+            yield _blame(("steps", number, *refused.field.split(".")), str(refused))
+            continue
+        first = seen.setdefault(step.name, number)
+        if first != number:
+            message = f"{step.name} is the name of steps.{first} already"
+            yield _blame(("steps", number, "name"), message)
+
+
+def _of_needs(steps: list[StepBody]) -> Iterator[Blame]:
+    names = {step.name for step in steps}
+    for number, step in enumerate(steps):
+        seen: set[str] = set()
+        for entry, name in enumerate(step.needs):
+            place = ("steps", number, "dependsOn", entry)
+            if name not in names:
+                yield _blame(place, f"there is no step {_quoted(name)}")
+            elif name in seen:
+                yield _blame(place, f"{name} stands here twice")
+            seen.add(name)
+
+
+def _of_cycle(steps: list[StepBody], cycle: list[str]) -> Blame:
+    number = next(number for number, step in enumerate(steps) if step.name == cycle[0])
+    left_out = len(cycle) - MOST_NAMES_TOLD
+    if left_out > 0:
+        cycle = [*cycle[: MOST_NAMES_TOLD - 1], f"({left_out} more)", cycle[-1]]
+    message = f"steps depend on each other in a circle: {' -> '.join(cycle)}"
+    return _blame(("steps", number, "dependsOn"), message)
+
+
+# --- each step -------------------------------------------------------------------------------
+
+
+class StepChecks:
+    """Looks into inputs and their templates; names and kinds are known to be right."""
+
+    def __init__(self, steps: list[StepBody], settings: Settings) -> None:
+        self._steps = {step.name: step for step in steps}
+        self._settings = settings
+        self._kinds = {step.name: kind_of(step.name, step.input) for step in steps}
+
+    def blames(self) -> Iterator[Blame]:
+        for number, step in enumerate(self._steps.values()):
+            place = ("steps", number, "input")
+            kind = self._kinds[step.name]
+            of_input = list(self._of_input(place, kind, step.input))
+            yield from of_input or self._of_templates(place, kind, step)
+
+    def _of_input(self, place: Place, kind: str, given: dict[str, Any]) -> Iterator[Blame]:
+        limit = self._settings.limits.max_prompt_bytes
+        if json_bytes(given) > limit:
+            yield _blame(place, f"it is larger than limits.max_prompt_bytes ({limit} bytes)")
+            return
+        try:
+            if kind == "prompt":
+                yield from self._of_prompt(place, PromptInput.model_validate(given))
+            elif kind == "tool":
+                yield from self._of_tool(place, ToolInput.model_validate(given))
+        except ValidationError as refused:
+            for error in refused.errors(include_url=False):
+                yield {**error, "loc": ("body", *place, *error["loc"])}
+
+    def _of_prompt(self, place: Place, given: PromptInput) -> Iterator[Blame]:
+        if given.format is not None:
+            try:
+                check_format(given.format)
+            except FormatRefused as refused:
+                yield _blame((*place, "format"), str(refused))
+
+    def _of_tool(self, place: Place, given: ToolInput) -> Iterator[Blame]:
+        tools = sorted(self._settings.tools)
+        if given.tool not in tools:
+            message = f"there is no tool {_quoted(given.tool)}; there are: {_some(tools)}"
+            yield _blame((*place, "tool"), message)
+
+    def _of_templates(self, place: Place, kind: str, step: StepBody) -> Iterator[Blame]:
+        part = {"prompt": ("prompt",), "tool": ("args",)}.get(kind, ())
+        try:
+            for reference in references(templated(kind, step.input)):
+                if wrong := self._wrong_with(reference, step):
+                    yield _blame((*place, *part), f"{{{{ {_quoted(str(reference))} }}}}: {wrong}")
+        except TemplateError as refused:
+            yield _blame((*place, *part), str(refused))
+
+    def _wrong_with(self, reference: Reference, step: StepBody) -> str | None:
+        name = reference.step
+        if name not in self._steps:
+            return f"there is no step {name}"
+        if name not in step.needs:
+            return f"{step.name} does not depend on {name}; put it into dependsOn"
+        kind = self._kinds[name]
+        if not reference.path:
+            return None
+        if kind == "prompt" and self._steps[name].input.get("format") is None:
+            return f"the output of {name} is a text without parts, unless it is given a format"
+        if kind == "approval" and (
+            len(reference.path) > 1 or reference.path[0] not in OUTPUTS_OF_APPROVAL
+        ):
+            return f"the output of {name} has approved and feedback, and no other parts"
+        return None

@@ -1,0 +1,96 @@
+// What a person can do with a step: approve or reject it, or have it run again.
+
+import { make, say, set } from "./dom.js";
+import { Folded } from "./folded.js";
+import { asJson, filled } from "./words.js";
+
+export class Offers {
+  // `onDone()` is called once something was done, for the pressed button goes away with its form.
+  constructor(run, step, acts, onDone) {
+    Object.assign(this, { run, step, acts, onDone, offered: "nothing", about: [] });
+    this.element = make("div", { class: "step-actions", hidden: true });
+  }
+
+  // The form stays the same element while the step waits, so that nobody's words are lost.
+  update() {
+    const { status, kind } = this.step;
+    let offer = "nothing";
+    if (status === "AWAITING_APPROVAL") offer = "approve";
+    if (status === "FAILED") offer = kind === "approval" ? "ask again" : "run again";
+    if (this.offered !== offer) {
+      this.offered = offer;
+      this.about = [];
+      const content = { nothing: () => [], approve: () => [this.approval()] }[offer];
+      this.element.replaceChildren(...(content ?? (() => [this.again(offer)]))());
+      set(this.element, "hidden", offer === "nothing");
+    }
+    for (const { text, shown } of this.about) shown.show(filled(this.run, text));
+  }
+
+  approval() {
+    const feedback = make("textarea", { id: `feedback-${this.step.id}`, rows: 2 });
+    const answer = (approved) => () => {
+      const words = feedback.value.trim();
+      this.act(() => this.acts.approve(this.step, approved, words || null));
+    };
+    return make(
+      "form",
+      { class: "approval", onsubmit: (event) => event.preventDefault() },
+      this.question(),
+      make("label", { for: feedback.id }, "Your feedback, if there is any"),
+      feedback,
+      make(
+        "div", { class: "buttons" },
+        this.press("Approve", answer(true), "primary"),
+        this.press("Reject", answer(false), "danger"),
+      ),
+      this.problem(),
+    );
+  }
+
+  // What it is about: the input of the step, with the results it refers to.
+  question() {
+    const list = make("dl", { class: "question" });
+    for (const [name, value] of Object.entries(this.step.input ?? {})) {
+      const shown = new Folded();
+      this.about.push({ text: typeof value === "string" ? value : asJson(value), shown });
+      list.append(make("dt", {}, name), make("dd", {}, shown.element));
+    }
+    for (const name of this.step.needs) {
+      const step = this.run.byName.get(name);
+      if (step?.wanted) this.acts.fetchResult(step);
+    }
+    return list;
+  }
+
+  again(offer) {
+    const requeue = () => this.act(() => this.acts.requeue(this.step));
+    const words = offer === "run again" ? "Run it again" : "Ask again";
+    return make("div", { class: "buttons" }, this.press(words, requeue), this.problem());
+  }
+
+  press(words, onclick, look = "") {
+    const name = make("span", { class: "unseen" }, ` ${this.step.name}`);
+    return make("button", { type: "button", class: look, onclick }, words, name);
+  }
+
+  problem() {
+    this.refused = make("p", { class: "problem", role: "alert" });
+    return this.refused;
+  }
+
+  // Does it once, however often it is pressed, and says what went wrong.
+  async act(work) {
+    const buttons = [...this.element.querySelectorAll(".buttons button")];
+    for (const button of buttons) button.disabled = true;
+    say(this.refused, "");
+    try {
+      await work();
+      this.onDone();
+    } catch (refused) {
+      say(this.refused, refused.message);
+    } finally {
+      for (const button of buttons) button.disabled = false;
+    }
+  }
+}
