@@ -1,0 +1,172 @@
+"""The page's pure modules, asked in the browser that they run in."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from tests.browser.conftest import Visit
+
+
+@pytest.fixture
+def ask(visit: Visit) -> Any:
+    """Runs a script with the exports of a module: ask("model", "(m, given) => …", given)."""
+    visit.open()
+
+    def run(module: str, script: str, given: Any = None) -> Any:
+        return visit.page.evaluate(
+            f"async (given) => ({script})(await import('/web/{module}.js'), given)", given
+        )
+
+    return run
+
+
+def step(name: str, *needs: str, **fields: Any) -> dict[str, Any]:
+    plain = {
+        "name": name, "task_id": int(name[1:]), "kind": "tool", "status": "PENDING",
+        "dependsOn": list(needs), "input": {}, "result": None, "result_left_out": False,
+        "error": None, "retry_count": 0, "delivery_count": 0, "attempt": 0, "worker": None,
+        "duration_seconds": None, "waiting_for": None, "started_at": None, "finished_at": None,
+    }  # fmt: skip
+    return {**plain, **fields}
+
+
+def snapshot(*steps: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "run_id": 1, "goal": "g", "status": "RUNNING", "created_at": "2026-01-01T00:00:00Z",
+        "finished_at": None, "cancel_requested": False, "steps": list(steps),
+    }  # fmt: skip
+
+
+def entry(number: int, task: int, before: str, after: str, reason: str, **more: Any) -> Any:
+    return {
+        "id": number, "task_id": task, "run_id": 1, "step": f"s{task}", "from": before,
+        "to": after, "reason": reason, "at": f"2026-01-01T00:00:{number % 60:02}Z",
+        "worker": "w", "attempt": 1, "detail": {}, "cursor": f"c{number}", **more,
+    }  # fmt: skip
+
+
+CLAIMED = entry(10, 2, "PENDING", "RUNNING", "claimed")
+RETRY = entry(12, 2, "RUNNING", "PENDING", "retry", detail={"error": "too bad", "delay_seconds": 2})
+AGAIN = entry(15, 2, "PENDING", "RUNNING", "claimed", attempt=2)
+DONE = entry(16, 2, "RUNNING", "SUCCEEDED", "succeeded", attempt=2)
+STORY = [CLAIMED, RETRY, AGAIN, DONE]
+PLAY = """
+(m, { snapshots, entries }) => {
+    const run = m.newRun(1);
+    m.applySnapshot(run, snapshots[0]);
+    const told = entries.map((entry) => m.applyTransition(run, entry) !== null);
+    if (snapshots[1]) m.applySnapshot(run, snapshots[1]);
+    return { ...run.steps.get(2), told, cursor: run.cursor, log: run.log.map((entry) => entry.id) };
+}
+"""
+
+
+def test_transitions_bring_a_step_from_state_to_state(ask: Any) -> None:
+    given = {"snapshots": [snapshot(step("s2"))], "entries": STORY[:2]}
+    waiting = ask("model", PLAY, given)
+    assert waiting["status"] == "PENDING"
+    assert waiting["error"] == {"type": "retry", "message": "too bad"}
+    assert waiting["dueAt"] == "2026-01-01T00:00:14.000Z"
+    ended = ask("model", PLAY, {**given, "entries": STORY})
+    assert (ended["status"], ended["attempt"], ended["retries"]) == ("SUCCEEDED", 2, 1)
+    assert (ended["deliveries"], ended["seconds"], ended["wanted"]) == (2, 1, True)
+    assert (ended["error"], ended["cursor"]) == (None, "c16")
+
+
+def test_a_transition_that_comes_twice_or_late_changes_nothing(ask: Any) -> None:
+    entries = [*STORY, RETRY, DONE]
+    ended = ask("model", PLAY, {"snapshots": [snapshot(step("s2"))], "entries": entries})
+    assert ended["status"] == "SUCCEEDED"
+    assert ended["retries"] == 1
+    assert ended["told"] == [True] * 4 + [False] * 2
+    assert ended["log"] == [10, 12, 15, 16]
+
+
+def test_a_fresh_snapshot_replaces_the_state_and_keeps_the_trail(ask: Any) -> None:
+    failed = step("s2", status="FAILED", attempt=3, error={"type": "max_retry", "message": "no"})
+    given = {"snapshots": [snapshot(step("s2")), snapshot(failed)], "entries": STORY[:2]}
+    shown = ask("model", PLAY, given)
+    assert (shown["status"], shown["attempt"], shown["dueAt"]) == ("FAILED", 3, None)
+    assert shown["log"] == [10, 12]
+
+
+def test_history_that_comes_after_live_transitions_takes_its_place_before_them(ask: Any) -> None:
+    script = """
+    (m, { snapshot, live, history }) => {
+        const run = m.newRun(1);
+        m.applySnapshot(run, snapshot);
+        for (const entry of live) m.applyTransition(run, entry);
+        const fresh = m.addHistory(run, history).length;
+        m.recallReasons(run);
+        return { fresh, log: run.log.map((entry) => entry.id), reason: run.steps.get(2).reason };
+    }
+    """
+    given = {"snapshot": snapshot(step("s2")), "live": [RETRY], "history": [RETRY, CLAIMED]}
+    assert ask("model", script, given) == {"fresh": 1, "log": [10, 12], "reason": "retry"}
+
+
+def test_text_of_an_older_attempt_is_thrown_away(ask: Any) -> None:
+    script = """
+    (m, { snapshot, again }) => {
+        const run = m.newRun(1);
+        m.applySnapshot(run, snapshot);
+        const say = (attempt, text) => m.applyToken(run, { task_id: 2, attempt, text }) !== null;
+        const before = [say(1, "Once "), say(1, "upon")];
+        const text = run.steps.get(2).live.text;
+        m.applyTransition(run, again);
+        return { before, text, late: say(1, "a time"), fresh: say(2, "Well"),
+                 after: run.steps.get(2).live.text };
+    }
+    """
+    given = {"snapshot": snapshot(step("s2", status="RUNNING", attempt=1)), "again": AGAIN}
+    assert ask("model", script, given) == {
+        "before": [True, True], "text": "Once upon", "late": False, "fresh": True, "after": "Well",
+    }  # fmt: skip
+
+
+ARRANGE = """
+(m, steps) => {
+    const plan = m.arrange(steps);
+    return { nodes: Object.fromEntries(plan.nodes), edges: plan.edges, ranks: plan.ranks };
+}
+"""
+
+
+def test_the_drawing_has_each_step_below_what_it_depends_on_and_none_on_another(
+    ask: Any,
+) -> None:
+    steps = [
+        {"id": str(n), "needs": [str(k) for k in {n // 2, n - 3} if 0 <= k < n]} for n in range(60)
+    ]
+    plan = ask("layout", ARRANGE, steps)
+    nodes = plan["nodes"]
+    for one in steps:
+        for need in one["needs"]:
+            assert nodes[need]["rank"] < nodes[one["id"]]["rank"]
+    places: dict[int, list[float]] = {}
+    for node in nodes.values():
+        places.setdefault(node["rank"], []).append(node["place"])
+    for taken in places.values():
+        taken.sort()
+        assert all(lower - upper >= 0.999 for upper, lower in pairwise(taken)), taken
+    assert len(plan["edges"]) == sum(len(one["needs"]) for one in steps)
+    for edge in plan["edges"]:
+        ranks = [point["rank"] for point in edge["points"]]
+        assert ranks == list(range(ranks[0], ranks[-1] + 1))
+
+
+def test_edges_that_would_cross_in_the_order_of_the_steps_are_untangled(ask: Any) -> None:
+    needs = {"a": [], "b": [], "c": ["b"], "d": ["a"], "e": ["d"], "f": ["c"]}
+    plan = ask("layout", ARRANGE, [{"id": name, "needs": of} for name, of in needs.items()])
+    place = {name: node["place"] for name, node in plan["nodes"].items()}
+    assert plan["ranks"] == 3
+    assert (place["a"] < place["b"]) == (place["d"] < place["c"]) == (place["e"] < place["f"])
+
+
+def test_durations_are_said_in_the_unit_that_fits(ask: Any) -> None:
+    seconds = [None, 0.034, 0.7, 9.94, 12.4, 59.9, 125, 3725]
+    said = ask("words", "(m, all) => all.map(m.span)", seconds)
+    assert said == ["", "34 ms", "0.7 s", "9.9 s", "12 s", "1 min 00 s", "2 min 05 s", "1 h 02 min"]
