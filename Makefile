@@ -3,7 +3,7 @@
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help run test demo check format clean drawing venv
+.PHONY: help run test demo chaos check format clean drawing venv
 
 help: ## List these words
 	@sed -n 's/^\([a-z]*\):.* ## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -16,6 +16,9 @@ test: ## Run all tests; a skipped test is a failure
 
 demo: ## Kill a worker in mid-task and watch another one finish
 	@./demo.sh
+
+chaos: ## Kill workers at random for a minute and prove that nothing went wrong
+	@./chaos.sh
 
 check: venv ## Look without changing anything: format, lint, types, layers
 	$(BIN)/ruff format --check .

@@ -291,7 +291,8 @@ def announce(api_url: str, logs: Path) -> None:
     say(f"""
 Everything runs.
 
-  Look around:      {api_url}/docs
+  Watch a run:      {api_url}/
+  Every call:       {api_url}/docs
   Submit a prompt:  curl -X POST {api_url}/tasks -H 'Content-Type: application/json' \\
                       -d '{{"prompt": "Write one sentence about durable queues."}}'
   See its answer:   curl '{api_url}/tasks/1?wait=30'

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import db
 from db import Connection
 from tests.conftest import administrator, fresh_database, settings_for
+from tests.support.stage import GATE, Stage
 
 
 @pytest.fixture(scope="module")
@@ -49,3 +51,21 @@ def own_connect(own_database: str) -> Iterator[Callable[[], Connection]]:
 @pytest.fixture
 def own_conn(own_connect: Callable[[], Connection]) -> Connection:
     return own_connect()
+
+
+@pytest.fixture(scope="module")
+def gate(module_database: str) -> None:
+    with administrator(module_database) as cursor:
+        cursor.execute(GATE)
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(12) as pool:
+        yield pool
+
+
+@pytest.fixture
+def stage(gate: None, connect: Callable[[], Connection], threads: ThreadPoolExecutor) -> Stage:
+    """Where sessions meet on the rows of this module's database."""
+    return Stage(connect, threads)

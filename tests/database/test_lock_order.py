@@ -1,17 +1,14 @@
 """Cancel, settle, reap, requeue, claim and heartbeat meet on the same rows, in both orders.
 
-The first runs to the end of its transaction and stops there, with its locks, at a gate that the
-test opens; meanwhile the second comes. Who waits is read from pg_stat_activity, not guessed from
-time. Claim, heartbeat and reaper never wait for a row; of the others, rows are locked in the order
-of their numbers, so that no two can wait for each other.
+The first has done all but its COMMIT when the second comes: tests/support/stage.py. Claim,
+heartbeat and reaper never wait for a row; of the others, rows are locked in the order of their
+numbers, so that no two can wait for each other.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,99 +18,9 @@ from db import Connection
 from errors import DatabaseUnavailable, StateConflict
 from queries import claims, leases, operations
 from queries.leases import Lease, Outcome
-from tests.conftest import administrator
 from tests.support import model, rows
-from tests.support.processes import eventually
-from tests.support.rows import RETRY, sql
-
-Connect = Callable[[], Connection]
-AT_ONCE = 0.05  # seconds that one who never waits is given for a lock
-
-# The gate is closed while the test holds the lock 4711, for sessions that stop at it.
-GATE = """
-CREATE FUNCTION stop_at_the_gate() RETURNS trigger LANGUAGE plpgsql AS $$
-BEGIN
-    IF current_setting('tests.stops_at_the_gate', true) = 'yes' THEN
-        PERFORM pg_advisory_xact_lock_shared(4711);
-    END IF;
-    RETURN NULL;
-END $$;
-CREATE CONSTRAINT TRIGGER gate AFTER INSERT OR UPDATE ON tasks DEFERRABLE INITIALLY DEFERRED
-    FOR EACH ROW EXECUTE FUNCTION stop_at_the_gate();
-"""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def gate(module_database: str) -> None:
-    with administrator(module_database) as cursor:
-        cursor.execute(GATE)
-
-
-@pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(8) as pool:
-        yield pool
-
-
-class Stage:
-    """Runs calls beside the test, each on a connection of its own."""
-
-    def __init__(self, connect: Connect, threads: ThreadPoolExecutor) -> None:
-        self.connect = connect
-        self.threads = threads
-        self.witness = connect()
-
-    def start(self, call: Callable[..., Any], *args: Any) -> tuple[int, Future[Any]]:
-        conn = self.connect()
-        pid = conn.info.backend_pid
-        return pid, self.threads.submit(call, conn, *args)
-
-    def waits_for(self, pid: int) -> str | None:
-        """The kind of lock for which that session waits."""
-        statement = """
-            SELECT wait_event FROM pg_stat_activity
-            WHERE pid = %(pid)s AND wait_event_type = 'Lock'
-        """
-        found = sql(self.witness, statement, pid=pid)
-        return found[0]["wait_event"] if found else None
-
-    def await_lock(self, pid: int, call: Future[Any]) -> str:
-        """Until that session waits for a lock; which kind. Its call must not end first."""
-
-        def look() -> str | None:
-            if call.done():
-                raise RuntimeError(f"it did not wait: {call.result()}")
-            return self.waits_for(pid)
-
-        return str(eventually(look))
-
-    @contextmanager
-    def held_back(self, call: Callable[..., Any], *args: Any) -> Iterator[Future[Any]]:
-        """The call has done everything but its COMMIT, which it does after the block."""
-        sql(self.witness, "SELECT pg_advisory_lock(4711)")
-        try:
-            conn = self.connect()
-            rows.sql(conn, "SELECT set_config('tests.stops_at_the_gate', 'yes', false)")
-            conn.lock_timeout_seconds = 20
-            first = self.threads.submit(call, conn, *args)
-            assert self.await_lock(conn.info.backend_pid, first) == "advisory"
-            yield first
-        finally:
-            sql(self.witness, "SELECT pg_advisory_unlock(4711)")
-        first.result(20)
-
-    def is_free(self, task_id: int) -> bool:
-        """Whether nobody has locked that row."""
-        statement = """
-            SELECT task_id FROM tasks WHERE task_id = %(task_id)s FOR UPDATE SKIP LOCKED
-        """
-        return bool(sql(self.witness, statement, task_id=task_id))
-
-
-@pytest.fixture
-def stage(connect: Connect, threads: ThreadPoolExecutor) -> Stage:
-    return Stage(connect, threads)
-
+from tests.support.rows import RETRY
+from tests.support.stage import AT_ONCE, Stage
 
 # --- two on one row --------------------------------------------------------------------------
 

@@ -39,10 +39,15 @@ FENCE = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def fenced_commands(text: str) -> list[str]:
-    """The commands of the fenced blocks, each in one line and without its comment."""
+    """The commands of the fenced blocks, each whole and without its comment."""
     joined = "\n".join(FENCE.findall(text)).replace("\\\n", " ")
-    lines = (re.sub(r"\s#\s.*", "", line) for line in joined.splitlines())
-    return [line.strip() for line in lines if line.strip()]
+    commands, begun = [], ""
+    for line in joined.splitlines():
+        begun += re.sub(r"\s#\s.*", "", line) + "\n"
+        if begun.count("'") % 2 == 0:  # what is between quotes may have several lines
+            commands.append(begun.strip())
+            begun = ""
+    return [command for command in commands if command]
 
 
 def code_spans(text: str) -> list[str]:
@@ -70,7 +75,9 @@ def plain(cell: str) -> str:
 
 # --- curl ------------------------------------------------------------------------------------
 
-FENCED_CURLS = [command for command in fenced_commands(README) if command.startswith("curl ")]
+ALL_CURLS = [command for command in fenced_commands(README) if command.startswith("curl ")]
+RUN_CURLS = [command for command in ALL_CURLS if "/runs" in command]
+FENCED_CURLS = [command for command in ALL_CURLS if command not in RUN_CURLS]
 INLINE_CURLS = [span for span in code_spans(README) if span.startswith("curl ")]
 
 
@@ -180,6 +187,23 @@ def test_every_page_of_the_api_that_the_readme_links_is_there(shell: Shell) -> N
     assert pages
     for page in pages:
         assert httpx.get(shell.address + page).status_code == 200, page
+
+
+def test_the_run_of_the_readme_succeeds(server_url: str, tmp_path: Path) -> None:
+    (command,) = RUN_CURLS
+    with (
+        fresh_database(server_url) as url,
+        FakeOllama() as fake,
+        Processes(url, fake.url, tmp_path) as processes,
+    ):
+        api = processes.api()
+        processes.worker()
+        status, run = Shell(api.url).run(command)
+        assert status == 201
+        step = api.task(run["steps"][-1]["task_id"], wait=30)
+        assert (step["status"], step["step"]) == ("SUCCEEDED", "llm_call.summarize")
+        assert api.http.get(f"/runs/{run['run_id']}").json()["status"] == "SUCCEEDED"
+        assert len(fake.calls_for("SKIP LOCKED")) == 1  # a fact of the data set
 
 
 # --- configuration ---------------------------------------------------------------------------

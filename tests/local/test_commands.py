@@ -1,4 +1,4 @@
-"""./run.sh and ./demo.sh as a stranger types them: in a clean clone, with everything real."""
+"""run.sh, demo.sh and chaos.sh as a stranger types them: in a clean clone, all of it real."""
 
 from __future__ import annotations
 
@@ -195,6 +195,18 @@ def test_a_demo_that_is_stopped_half_way_is_no_success_and_leaves_nothing_behind
     assert shown.wait() == 130, shown.log
     assert clone.processes() == {}
     assert list(clone.temporary.iterdir()) == []
+
+
+def test_chaos_sh_proves_from_the_database_that_all_went_well_and_leaves_nothing_behind(
+    clone: Clone,
+) -> None:
+    before = clone.files()
+    shown = clone.type("chaos.sh", "--seconds", "5", "--seed", "3")
+    assert shown.wait(INSTALL_SECONDS) == 0, shown.log
+    assert "--seed 3" in shown.log
+    assert clone.processes() == {}
+    assert list(clone.temporary.iterdir()) == []
+    assert clone.files() == before
 
 
 # --- the demo can fail -----------------------------------------------------------------------

@@ -359,7 +359,7 @@ def test_a_taken_api_port_is_said_and_another_is_used(machine: Machine) -> None:
     with socket.create_server(("127.0.0.1", machine.ports["api"])):
         run = machine.start().ready()
         assert f"Port {machine.ports['api']} is taken" in run.said
-        docs = run.said.partition("Look around:")[2].split()[0]
+        docs = run.said.partition("Every call:")[2].split()[0]
         assert httpx.get(docs).status_code == 200
         assert run.end() == 0
 
