@@ -224,7 +224,7 @@ class Feeds:
     async def watcher(self, root_id: int) -> AsyncIterator[tuple[Feed, Watcher]]:
         """A place in the feed of `root_id`; the feed ends with its last watcher."""
         if not self._is_read(root_id):
-            self._begin(root_id, await self._run(events.here))
+            self._begin(root_id, await self._run(events.here, root_id))
         feed = self._feeds[root_id]
         watcher = Watcher(feed.told)
         feed.watchers.add(watcher)
@@ -353,7 +353,7 @@ def read_after(
 def read_snapshot(conn: db.Connection, subject: Subject) -> Snapshot:
     """Where a subject stands, and the place in the stream of events at which it stands so."""
     with db.transaction(conn, "ISOLATION LEVEL REPEATABLE READ"):
-        state, position = subject.read_state(conn), events.here(conn)
+        state, position = subject.read_state(conn), events.here(conn, subject.root_id)
     event = StreamEvent("snapshot", state)
     _ = event.json  # written out here: it may be long, and others wait for the event loop
     return Snapshot(subject.task_id, event, position)

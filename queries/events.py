@@ -5,6 +5,10 @@ a position in the stream is a snapshot of Postgres: new is what is visible now a
 then. A position inside a batch is the two snapshots around it and the last number. Snapshots of
 one cluster are ordered in time; its identifier goes into the cursor, because a restored database
 may be another cluster, where they mean nothing.
+
+A server that crashes gives the numbers of transactions that left nothing on its disk to others
+afterwards. So a position knows of none behind the last that wrote to this very stream: that one
+is on the disk, and every number up to it is used up.
 """
 
 from __future__ import annotations
@@ -75,14 +79,18 @@ class Batch:
 
 
 HERE = """
-SELECT system_identifier::text AS cluster, pg_current_snapshot()::text AS now
+SELECT system_identifier::text AS cluster, pg_current_snapshot()::text AS now,
+       (SELECT a.transaction::text FROM audit_log a WHERE a.root_id = %(root_id)s
+        ORDER BY a.transaction DESC LIMIT 1) AS last_writer
 FROM pg_control_system()
 """
 
 # First what is left of the batch that the position stands in, then what became visible after it.
 READ_EVENTS = """
 WITH here AS MATERIALIZED (
-    SELECT system_identifier::text AS cluster, pg_current_snapshot() AS now
+    SELECT system_identifier::text AS cluster, pg_current_snapshot()::text AS now,
+           (SELECT a.transaction::text FROM audit_log a WHERE a.root_id = %(root_id)s
+            ORDER BY a.transaction DESC LIMIT 1) AS last_writer
     FROM pg_control_system()
 ),
 found AS (
@@ -98,7 +106,7 @@ found AS (
       AND a.transaction >= pg_snapshot_xmin(%(now)s::pg_snapshot)
       AND NOT pg_visible_in_snapshot(a.transaction, %(now)s::pg_snapshot)
 )
-SELECT here.cluster, here.now::text AS now, f.phase, f.id, f.task_id, f.run_id, f.step,
+SELECT here.cluster, here.now, here.last_writer, f.phase, f.id, f.task_id, f.run_id, f.step,
        f.from_status::text AS "from", f.to_status::text AS "to", f.reason, f.at, f.worker,
        f.attempt, f.detail, f.transaction::text AS transaction
 FROM here LEFT JOIN LATERAL (
@@ -109,10 +117,19 @@ ORDER BY f.phase, f.id
 LARGEST_BATCH = 500
 
 
-def here(conn: Connection) -> Position:
-    """The present position: nothing that is visible now will be read after it."""
-    (row,) = fetch(conn, HERE)
-    return Position(row["cluster"], row["now"], row["now"])
+def here(conn: Connection, root_id: int) -> Position:
+    """The present position: nothing of a run or lone task that is visible now is read after it."""
+    (row,) = fetch(conn, HERE, {"root_id": root_id})
+    now = _up_to_last_writer(row)
+    return Position(row["cluster"], now, now)
+
+
+def _up_to_last_writer(row: Row) -> str:
+    """The snapshot `now`, without the numbers of transactions behind `last_writer`."""
+    _, first_unknown, running = row["now"].split(":")
+    end = min(int(first_unknown), int(row["last_writer"] or 0) + 1)
+    still = [number for number in running.split(",") if number and int(number) < end]
+    return f"{still[0] if still else end}:{end}:{','.join(still)}"
 
 
 def read_events(conn: Connection, root_id: int, after: Position) -> Batch | None:
@@ -122,8 +139,8 @@ def read_events(conn: Connection, root_id: int, after: Position) -> Batch | None
         rows = fetch(conn, READ_EVENTS, values)
     except psycopg2.DataError:  # no snapshot at all, or one that was made up
         return None
-    cluster, now = rows[0]["cluster"], rows[0]["now"]
-    if cluster != after.cluster or age(after.now) > age(now):
+    cluster, now = rows[0]["cluster"], _up_to_last_writer(rows[0])
+    if cluster != after.cluster or age(after.now) > age(rows[0]["now"]):
         return None  # from a future that this database has not had: it was restored since
     events = []
     for row in rows:

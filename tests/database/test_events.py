@@ -43,7 +43,7 @@ def test_a_row_that_commits_late_is_read_late_and_not_skipped(
     conn: db.Connection, connect: Connect
 ) -> None:
     slow, fast = connect(), connect()
-    start = here(conn)
+    start = here(conn, RUN)
     slow.autocommit = False
     with db.transaction(slow):
         append(slow, 1)
@@ -59,7 +59,7 @@ def test_a_reader_may_stop_behind_any_row_and_resume_without_gap_or_repeat(
     conn: db.Connection, connect: Connect
 ) -> None:
     slow = connect()
-    start = here(conn)
+    start = here(conn, RUN)
     append(conn, 1)
     with db.transaction(slow):
         append(slow, 2)
@@ -79,7 +79,7 @@ def test_fifty_writers_that_commit_out_of_order_leave_no_gap_and_no_repeat(
     seed = random.randrange(10**6)
     chance = random.Random(seed)
     delays = [chance.random() / 50 for _ in range(200)]
-    start = here(conn)
+    start = here(conn, RUN)
 
     def write(writer: int) -> None:
         own = connect()
@@ -103,8 +103,41 @@ def test_fifty_writers_that_commit_out_of_order_leave_no_gap_and_no_repeat(
     assert sorted(seen) == expected, f"seed {seed}"
 
 
+def test_a_position_knows_of_no_transaction_that_wrote_nothing_here(
+    conn: db.Connection, connect: Connect
+) -> None:
+    """After a crash of the server its number may be another's, who writes here."""
+    append(conn, 1)
+    start = here(conn, RUN)
+    slow = connect()
+    with db.transaction(slow):
+        append(slow, 2)
+        db.fetch(conn, "SELECT pg_notify('nobody', '')")  # has a number, and is done
+        assert here(conn, RUN) == start
+        assert read_all(conn, start) == [(0, start)]
+    rows = read_all(conn, start)
+    assert [task for task, _ in rows] == [2, 0]
+    (writer,) = db.fetch(conn, "SELECT max(transaction::text::bigint) AS last FROM audit_log")
+    db.fetch(conn, "SELECT pg_notify('nobody', '')")
+    for place in (rows[-1][1], here(conn, RUN)):
+        _, first_unknown, _ = place.now.split(":")
+        assert int(first_unknown) == writer["last"] + 1
+
+
+def test_the_last_writer_is_the_one_with_the_highest_number(conn: db.Connection) -> None:
+    for number in ("9", "10"):
+        db.fetch(
+            conn,
+            """INSERT INTO audit_log
+                   (root_id, task_id, tenant, to_status, reason, attempt, transaction)
+               VALUES (%(root)s, 1, 'default', 'PENDING', 'created', 0, %(number)s::xid8)""",
+            {"root": 70, "number": number},
+        )
+    assert here(conn, 70).now == "11:11:"
+
+
 def test_more_rows_than_a_batch_holds_come_in_several(conn: db.Connection) -> None:
-    start = here(conn)
+    start = here(conn, RUN)
     db.fetch(
         conn,
         """INSERT INTO audit_log (root_id, task_id, tenant, to_status, reason, attempt)
@@ -116,7 +149,7 @@ def test_more_rows_than_a_batch_holds_come_in_several(conn: db.Connection) -> No
 
 
 def test_a_cursor_carries_its_position(conn: db.Connection) -> None:
-    position = here(conn)
+    position = here(conn, RUN)
     assert position_of(position.as_cursor()) == position
 
 
@@ -126,7 +159,7 @@ def test_what_is_no_cursor_is_no_position() -> None:
 
 
 def test_a_position_of_another_cluster_or_of_the_future_cannot_be_used(conn: db.Connection) -> None:
-    now = here(conn)
+    now = here(conn, RUN)
     foreign = Position("1", now.before, now.now)
     ahead = Position(now.cluster, "9:999999999:", "9:999999999:")
     crooked = Position(now.cluster, "9:1:", "9:1:")

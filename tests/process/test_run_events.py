@@ -94,7 +94,7 @@ def test_a_watcher_that_reconnects_after_each_transition_misses_none_and_gets_no
     run_id = runs.submit(conn, {step: [] for step in steps})
     steady = watch(api, kind, run_id)
     told: list[int] = []
-    cursor = here(conn).as_cursor()
+    cursor = here(conn, run_id).as_cursor()
     for step in steps:
         runs.finish(conn, run_id, step)
         for _ in range(2):  # claimed, succeeded
@@ -125,7 +125,7 @@ def test_who_knows_all_of_a_run_that_is_over_is_told_that_there_is_no_more(
 ) -> None:
     run_id = runs.submit(conn, {A: []})
     runs.finish(conn, run_id, A)
-    again = resume(api, kind, run_id, here(conn).as_cursor())
+    again = resume(api, kind, run_id, here(conn, run_id).as_cursor())
     again.until_end()
     if kind is EventSource:
         assert (again.status_code, again.names()) == (204, [])
@@ -230,7 +230,7 @@ def test_an_unusable_cursor_gets_a_fresh_snapshot(
     api: Api, conn: db.Connection, kind: Kind
 ) -> None:
     run_id = runs.submit(conn, {A: []})
-    now = here(conn)
+    now = here(conn, run_id)
     another_cluster = Position("1", now.before, now.now)
     a_future_that_was_restored_away = Position(now.cluster, "9:999999999:", "9:999999999:")
     for cursor in (

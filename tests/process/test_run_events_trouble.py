@@ -114,6 +114,26 @@ def test_nothing_is_missed_when_postgres_restarts(
         assert resumed.ids() == watcher.ids()[1:]
 
 
+@BOTH
+def test_what_a_crash_of_postgres_undid_hides_nothing_that_comes_after(
+    own_server: Any, own_queue: Queue, own_processes: Processes, kind: Kind
+) -> None:
+    """The numbers of transactions that were not on the disk yet are given out again."""
+    api = own_processes.api()
+    settings = api_settings(own_queue.url)
+    with contextlib.closing(db.connect(*settings)) as conn:
+        run_id = runs.submit(conn, {A: []})
+        for _ in range(20):  # each has a number, and nothing that the disk is waited for
+            sql(conn, "SELECT pg_notify('nobody', '')")
+        cursor = here(conn, run_id).as_cursor()
+    own_server.restart("immediate")
+    with contextlib.closing(db.connect(*settings)) as conn:
+        runs.finish(conn, run_id, A)
+        watcher = kind(api, f"/runs/{run_id}/events?after={cursor}")
+        watcher.until_end()
+        assert watcher.ids() == ids_since_created(conn, run_id)
+
+
 def test_a_feed_that_finds_postgres_away_waits_for_it(
     own_server: Any, own_queue: Queue, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
@@ -195,7 +215,7 @@ class Hasty(threading.Thread):
     def __init__(self, api: Api, kind: Kind, run_id: int, conn: db.Connection) -> None:
         super().__init__(daemon=True)
         self._api, self._kind, self._path = api, kind, f"/runs/{run_id}/events"
-        self._cursor = here(conn).as_cursor()
+        self._cursor = here(conn, run_id).as_cursor()
         self._ids: list[int] = []
         self.start()
 
@@ -285,7 +305,7 @@ def test_a_client_that_does_not_read_is_let_go_and_can_resume(
 ) -> None:
     names = [f"tool_call.s{number}" for number in range(60)]
     run_id = runs.submit(conn, {name: names[:place][-1:] for place, name in enumerate(names)})
-    start = here(conn).as_cursor()
+    start = here(conn, run_id).as_cursor()
     stuck = open_raw(served.url, f"/runs/{run_id}/events?after={start}", over, buffer_bytes=4096)
     eventually(lambda: served.services.feeds._feeds)
     for name in names:  # each error is told in full: more than all buffers hold
@@ -359,7 +379,7 @@ def test_clients_that_do_not_read_do_not_keep_the_process_from_ending(
     api: Api, conn: db.Connection
 ) -> None:
     run_id = runs.submit(conn, {A: []})
-    start = here(conn).as_cursor()
+    start = here(conn, run_id).as_cursor()
     path = f"/runs/{run_id}/events?after={start}"
     stuck = [open_raw(api.url, path, over, buffer_bytes=4096) for over in ("sse", "ws")]
     watcher = watch(api, EventSource, run_id)
