@@ -26,13 +26,9 @@ if __name__ == "__main__":
     # of an import it can be swallowed there (seen: 7 of 120), and the worker would start.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import argparse
 import contextlib
 import logging
-import os
 import random
-import re
-import socket
 import string
 import sys
 import time
@@ -53,11 +49,12 @@ from queries import claims, leases
 from queries.leases import ClaimedTask, Lease, Outcome, Settled
 from queries.schema import ensure_audit_partitions
 from queries.workers import forget_worker, report_worker
+from worker.arguments import default_name, parse_arguments
 from worker.doorbell import Doorbell
 from worker.heartbeat import Heartbeat
 from worker.held import Held
 from worker.link import Link
-from worker.outputs import with_outputs
+from worker.outputs import GIVEN_BACK_SECONDS, with_outputs
 from worker.sentences import log_claimed, log_lost, log_settled
 from worker.settling import batch_to_settle, settle_batch
 from worker.suspects import SuspectProcess
@@ -68,12 +65,10 @@ logger = logging.getLogger("scheduler")
 # Reaped tasks come back spread over this share of a lease, so that tasks which went down with one
 # process do not all meet again in the next.
 REAPED_SPREAD = 0.1
-GIVEN_BACK_SECONDS = 1.0
 FULL_ROUTE_POLL_SECONDS = 0.5
 OVERDUE_SECONDS = 0.5
 CONTENDED_SECONDS = 0.05  # the first pause after a claim that others were faster at
 SUSPECT_IDLE_SECONDS = 3.0
-NAME = re.compile(r"[A-Za-z0-9_.:-]{1,100}")
 PARTITIONS_EVERY_SECONDS = 3600.0
 # After the grace period, so long the worker tries to write that it hands its tasks back.
 HAND_BACK_SECONDS = 5.0
@@ -171,16 +166,20 @@ class Worker:
     def settle(self, conn: db.Connection) -> None:
         """Write every outcome there is; what cannot be written now is kept for the next round."""
         self._unsettled += self.runner.take_finished()
-        while self._unsettled:
-            batch = batch_to_settle(self._unsettled)
+        held_up = 0  # the first of them: somebody holds their rows
+        while batch := batch_to_settle(self._unsettled[held_up:]):
             self.held.begin_settling(lease for lease, _ in batch)
-            settled = settle_batch(conn, batch, self.settings.retry)
-            del self._unsettled[: len(batch)]
+            settled, again = settle_batch(conn, batch, self.settings.retry)
+            self._unsettled[held_up : held_up + len(batch)] = again
+            held_up += len(again)
             written = {Lease(one.task_id, one.token): one for one in settled}
+            waiting = {lease for lease, _ in again}
             for lease, _ in batch:
                 if lease in written:
                     log_settled(written[lease], self.name)
-                if self.held.drop_settled(lease) and lease not in written:
+                if lease in waiting:
+                    self._sleep_seconds = min(self._sleep_seconds, CONTENDED_SECONDS)
+                elif self.held.drop_settled(lease) and lease not in written:
                     log_lost(lease, self.name)
 
     def reap(self, conn: db.Connection) -> None:
@@ -417,33 +416,6 @@ class Stopper:
         self._signals += 1
         if self._worker is not None:
             self._worker.stop(self._signals)
-
-
-def default_name() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}"
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="One worker of Agent Orchestrator.")
-    parser.add_argument("--concurrency", type=_at_least_one, help="tasks it runs at a time")
-    parser.add_argument("--drain", action="store_true", help="exit when no work is left")
-    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--name", type=_name, help="how it appears in logs and in a task's `worker`"
-    )
-    return parser.parse_args()
-
-
-def _name(text: str) -> str:
-    if not NAME.fullmatch(text):
-        raise argparse.ArgumentTypeError("this is to be 1 to 100 of A-Z a-z 0-9 _ . : -")
-    return text
-
-
-def _at_least_one(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError("this is to be a whole number, 1 or more")
-    return int(text)
 
 
 if __name__ == "__main__":

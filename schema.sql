@@ -132,6 +132,7 @@ CREATE TABLE tasks (
 
     -- what came of it
     result            jsonb,
+    result_bytes      bigint,                                -- as text; NULL: see pg_column_size
     last_error        text,
     requested_route   text        NOT NULL DEFAULT 'auto',   -- none: it calls no model
     route             text,                                  -- chosen by the worker at the claim
@@ -172,8 +173,13 @@ CREATE TABLE tasks (
     CONSTRAINT only_a_step_depends CHECK (unmet >= 0 AND (unmet = 0 OR parent_id IS NOT NULL)),
     CONSTRAINT nothing_unmet_has_begun CHECK (
         unmet = 0 OR status IN ('BLOCKED', 'CANCELLED')),
+    CONSTRAINT blocked_waits_for_something CHECK (
+        status <> 'BLOCKED' OR unmet > 0 OR kind = 'run'),
     CONSTRAINT run_only_waits_and_ends CHECK (
         kind <> 'run' OR status IN ('BLOCKED', 'SUCCEEDED', 'FAILED', 'CANCELLED')),
+    CONSTRAINT run_is_no_step CHECK (kind <> 'run' OR parent_id IS NULL),
+    CONSTRAINT nobody_works_on_an_approval CHECK (
+        kind <> 'approval' OR status NOT IN ('PENDING', 'RUNNING')),
     CONSTRAINT final_is_finished CHECK (
         (status IN ('SUCCEEDED', 'FAILED', 'CANCELLED')) = (finished_at IS NOT NULL)),
     CONSTRAINT succeeded_has_a_result CHECK (

@@ -3,6 +3,7 @@
 
 ALTER TABLE tasks
     ADD COLUMN unmet integer NOT NULL DEFAULT 0,
+    ADD COLUMN result_bytes bigint,
     DROP CONSTRAINT only_running_is_asked_to_cancel,
     ADD CONSTRAINT only_running_is_asked_to_cancel CHECK (
         NOT cancel_requested OR status IN ('RUNNING', 'CANCELLED')
@@ -10,8 +11,13 @@ ALTER TABLE tasks
     ADD CONSTRAINT only_a_step_depends CHECK (unmet >= 0 AND (unmet = 0 OR parent_id IS NOT NULL)),
     ADD CONSTRAINT nothing_unmet_has_begun CHECK (
         unmet = 0 OR status IN ('BLOCKED', 'CANCELLED')),
+    ADD CONSTRAINT blocked_waits_for_something CHECK (
+        status <> 'BLOCKED' OR unmet > 0 OR kind = 'run'),
     ADD CONSTRAINT run_only_waits_and_ends CHECK (
-        kind <> 'run' OR status IN ('BLOCKED', 'SUCCEEDED', 'FAILED', 'CANCELLED'));
+        kind <> 'run' OR status IN ('BLOCKED', 'SUCCEEDED', 'FAILED', 'CANCELLED')),
+    ADD CONSTRAINT run_is_no_step CHECK (kind <> 'run' OR parent_id IS NULL),
+    ADD CONSTRAINT nobody_works_on_an_approval CHECK (
+        kind <> 'approval' OR status NOT IN ('PENDING', 'RUNNING'));
 
 CREATE INDEX tasks_unended_steps ON tasks (parent_id)
     WHERE parent_id IS NOT NULL AND status IN ('BLOCKED', 'PENDING', 'RUNNING', 'AWAITING_APPROVAL');

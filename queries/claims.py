@@ -28,21 +28,13 @@ class Wanted:
     min_chars: int | None = None
     max_chars: int | None = None
 
-    def takes(self, suspect: Row) -> bool:
-        """Whether a task with this requested_route and so many `chars` of prompt is wanted."""
-        return (
-            suspect["requested_route"] == self.requested_route
-            and (self.min_chars is None or suspect["chars"] >= self.min_chars)
-            and (self.max_chars is None or suspect["chars"] <= self.max_chars)
-        )
-
 
 @dataclass(frozen=True)
 class Look:
     """The queue just before a claim."""
 
     depth: int  # due tasks, counted as far as it matters
-    suspects: Sequence[Row]  # the first tasks that wait for their last try, alone
+    has_suspect: bool  # a task waits for its last try, alone
     slots: int  # that the worker has free
     next_due_seconds: float | None  # until the next delayed task is due; None: there is none
     in_flight: Mapping[str, int]  # calls per route, of all workers; only if there are limits
@@ -71,7 +63,7 @@ class Claim:
 
     tasks: list[tuple[ClaimedTask, str | None]]
     look: Look
-    has_suspect: bool = False  # a task could have its last try now, alone
+    has_suspect: bool = False  # a task can have its last try now, alone
     last_tenant: str | None = None  # the last that was looked at; None: nothing is due
 
 
@@ -132,8 +124,8 @@ chosen AS (
 ),
 """
 
-# Instead: a suspect's last try, one task that no other may share a process with.
-CHOOSE_ALONE = """
+# A suspect that can have its last try now.
+FIND_SUSPECT = """
 WITH asked AS (
     SELECT * FROM jsonb_to_recordset(%(wanted)s::jsonb) AS w(
         requested_route text, budget text, min_chars integer, max_chars integer)
@@ -147,6 +139,15 @@ chosen AS (
           AND (asked.max_chars IS NULL OR char_length(t.payload ->> 'prompt') <= asked.max_chars))
     ORDER BY t.task_id
     LIMIT 1
+"""
+TELL_SUSPECT = """
+)
+SELECT EXISTS (SELECT FROM chosen) AS has_suspect
+"""
+HAS_SUSPECT = FIND_SUSPECT + TELL_SUSPECT
+
+# Instead of CHOOSE_TASKS: one task that no other may share a process with.
+LOCK_SUSPECT = """
     FOR NO KEY UPDATE SKIP LOCKED
 ),
 visited AS (SELECT NULL::text AS tenant, 1 AS place),
@@ -173,7 +174,7 @@ SELECT
 """
 
 CLAIM_TASKS = CHOOSE_TASKS + LEASE_CHOSEN
-CLAIM_ALONE = CHOOSE_ALONE + LEASE_CHOSEN
+CLAIM_ALONE = FIND_SUSPECT + LOCK_SUSPECT + LEASE_CHOSEN
 
 # With a limit on calls in flight, claims take turns, so that two cannot both take the last place.
 TAKE_TURN = "SELECT pg_advisory_xact_lock(hashtext('orchestrator claim'));"
@@ -187,11 +188,9 @@ SELECT
         SELECT FROM tasks WHERE due AND NOT alone
         ORDER BY requested_route, tenant, priority DESC, task_id
         LIMIT %(depth_limit)s) AS d) AS depth,
-    (SELECT coalesce(jsonb_agg(first), '[]') FROM (
-        SELECT requested_route, coalesce(char_length(payload ->> 'prompt'), 0) AS chars FROM tasks
-        WHERE due AND alone AND requested_route = ANY(%(open_requests)s)
-        ORDER BY task_id
-        LIMIT 20) AS first) AS suspects,
+    (SELECT task_id FROM tasks
+     WHERE due AND alone AND requested_route = ANY(%(open_requests)s)
+     ORDER BY task_id LIMIT 1) IS NOT NULL AS has_suspect,
     (SELECT extract(epoch FROM min(available_at) - current_instant())::double precision
      FROM tasks WHERE status = 'PENDING' AND NOT due) AS next_due_seconds,
     CASE WHEN %(count_in_flight)s THEN
@@ -224,7 +223,7 @@ def claim_tasks(
     with transaction(conn) as cursor:
         look = _look(cursor, slots, policy)
         wanted, budgets = policy.wanted(look)
-        has_suspect = any(one.takes(suspect) for one in wanted for suspect in look.suspects)
+        has_suspect = look.has_suspect and _has_suspect(cursor, wanted)
         if not look.depth or not wanted:
             return Claim([], look, has_suspect)
         values = {
@@ -237,6 +236,11 @@ def claim_tasks(
         }
         claim = _claim(cursor, CLAIM_TASKS, values, look, policy)
         return replace(claim, has_suspect=has_suspect)
+
+
+def _has_suspect(cursor: Cursor, wanted: Sequence[Wanted]) -> bool:
+    cursor.execute(HAS_SUSPECT, {"wanted": json.dumps([vars(one) for one in wanted])})
+    return bool(cursor.fetchall()[0]["has_suspect"])
 
 
 def claim_alone(conn: Connection, worker: str, lease_seconds: float, policy: ClaimPolicy) -> Claim:

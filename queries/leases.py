@@ -179,6 +179,7 @@ UPDATE tasks t
 SET status = d.to_status,
     reason = d.new_reason,
     result = CASE WHEN d.to_status = 'SUCCEEDED' THEN coalesce(d.result, 'null') END,
+    result_bytes = CASE WHEN d.to_status = 'SUCCEEDED' THEN octet_length(d.result::text) END,
     last_error = CASE WHEN d.to_status <> 'SUCCEEDED' THEN coalesce(d.error, t.last_error) END,
     route = coalesce(d.route, t.route),
     model = coalesce(d.model, t.model),

@@ -13,7 +13,8 @@ from connection import Connection, Row, fetch
 from db import LARGEST_ID, SELECT_TASK
 from states import Kind, Status
 
-# A page of tasks ends early when their results, as stored, pass this: 200 of 16 MB are too many.
+# A page of tasks ends early when their results pass this: 200 of 16 MB are too many. A run leaves
+# out results beyond it.
 MOST_RESULT_BYTES = 4 * 1024 * 1024
 
 
@@ -31,8 +32,8 @@ measured AS (
     SELECT t.task_id,
            row_number() OVER newest_first AS place,
            lead(t.task_id) OVER newest_first IS NOT NULL AS has_more,
-           sum(coalesce(pg_column_size(t.result), 0)) OVER newest_first
-               - coalesce(pg_column_size(t.result), 0) AS bytes_before
+           sum(coalesce(t.result_bytes, pg_column_size(t.result), 0)) OVER newest_first
+               - coalesce(t.result_bytes, pg_column_size(t.result), 0) AS bytes_before
     FROM found JOIN tasks t USING (task_id)
     WINDOW newest_first AS (ORDER BY t.task_id DESC)
 ),

@@ -149,11 +149,14 @@ DECIDE_APPROVAL = """
 UPDATE tasks
 SET status = (CASE WHEN %(approved)s THEN 'SUCCEEDED' ELSE 'FAILED' END)::task_status,
     reason = CASE WHEN %(approved)s THEN 'approved' ELSE 'rejected' END,
-    result = jsonb_build_object('approved', %(approved)s, 'feedback', %(feedback)s::text),
+    result = decision.result,
+    result_bytes = octet_length(decision.result::text),
     last_error = CASE WHEN NOT %(approved)s THEN
         concat_ws(': ', 'rejected', %(feedback)s::text) END,
     finished_at = current_instant(),
     updated_at = current_instant()
+FROM (SELECT jsonb_build_object('approved', %(approved)s, 'feedback', %(feedback)s::text)
+          AS result) AS decision
 WHERE task_id = %(task_id)s AND status = 'AWAITING_APPROVAL' AND kind = 'approval'
 RETURNING task_id, parent_id AS run_id, status::text
 """
@@ -187,6 +190,7 @@ UPDATE tasks
 SET status = (CASE kind WHEN 'approval' THEN 'AWAITING_APPROVAL' ELSE 'PENDING' END)::task_status,
     reason = 'requeued',
     result = NULL,
+    result_bytes = NULL,
     due = kind <> 'approval',
     available_at = current_instant(),
     alone = false,

@@ -14,7 +14,7 @@ from typing import Any
 from connection import Connection, Cursor, Row, fetch, transaction
 from db import FIRST_OF_KEYS, LARGEST_ID, Submitted, number_or_name
 from errors import KeyReused, NotFound, RequestRefused, StateConflict
-from queries.listings import NEWEST_TASKS, Page
+from queries.listings import MOST_RESULT_BYTES, NEWEST_TASKS, Page
 from queries.operations import ACT_FOR, Changed
 from queries.steps import END_RUNS, lock_runs
 from states import Status
@@ -204,7 +204,7 @@ found AS (
 ),
 measured AS (
     SELECT t.task_id,
-           sum(coalesce(pg_column_size(t.result), 0)) OVER (ORDER BY t.task_id)
+           sum(coalesce(t.result_bytes, pg_column_size(t.result), 0)) OVER (ORDER BY t.task_id)
                <= %(most_bytes)s AS has_room
     FROM found JOIN tasks t USING (task_id)
 )
@@ -225,8 +225,6 @@ SELECT t.task_id, t.step, t.kind,
 FROM measured m JOIN tasks t USING (task_id)
 ORDER BY t.task_id
 """
-
-MOST_RESULT_BYTES = 4 * 1024 * 1024  # as stored, of all steps that one answer shows
 
 
 def get_run(conn: Connection, tenant: str, reference: str, present_seconds: float) -> Row:

@@ -9,7 +9,7 @@ import psycopg2.extras
 
 from config import ROOT
 from connection import Connection, fetch, impatient, transaction
-from errors import SchemaOutdated
+from errors import SchemaOutdated, StateConflict
 
 SCHEMA = ROOT / "schema.sql"
 MIGRATIONS = ROOT / "migrations"
@@ -27,6 +27,18 @@ SELECT
 """
 
 READ_VERSION = "SELECT max(version) AS version FROM schema_version"
+
+# Workers that were seen lately, and other processes of ours that are connected.
+READ_OTHERS = """
+SELECT 'worker ' || name AS name FROM workers
+WHERE seen_at > current_instant() - make_interval(secs => %(present_seconds)s)
+UNION
+SELECT application_name FROM pg_stat_activity
+WHERE datname = current_database() AND application_name LIKE 'orchestrator %%'
+  AND application_name <> 'orchestrator admin'
+ORDER BY name
+"""
+PRESENT_SECONDS = 30
 
 
 def wanted_version() -> int:
@@ -56,7 +68,8 @@ def ensure_schema(conn: Connection) -> None:
 def migrate(conn: Connection, migrations: Path = MIGRATIONS) -> list[int]:
     """Bring the database to the wanted version and return the versions it went through.
 
-    Each step is one transaction: a step that fails leaves the version before it.
+    Each step is one transaction: a step that fails leaves the version before it. StateConflict
+    while processes of the older version still run: they know nothing of what the step brings.
     """
     before = _read_version(conn)
     if before is None:
@@ -65,6 +78,8 @@ def migrate(conn: Connection, migrations: Path = MIGRATIONS) -> list[int]:
     steps = _numbered(migrations)
     if before > max([wanted_version(), *(version for version, _ in steps)]):
         raise SchemaOutdated(_too_new(before))
+    if any(version > before for version, _ in steps):
+        _refuse_while_others_run(conn)
     done = []
     for version, file in steps:
         with transaction(conn) as cursor:
@@ -111,6 +126,16 @@ def _version(cursor: psycopg2.extras.RealDictCursor) -> int:
     cursor.execute(READ_VERSION)
     (row,) = cursor.fetchall()
     return int(row["version"])
+
+
+def _refuse_while_others_run(conn: Connection) -> None:
+    others = fetch(conn, READ_OTHERS, {"present_seconds": PRESENT_SECONDS})
+    if others:
+        names = ", ".join(row["name"] for row in others[:5])
+        raise StateConflict(
+            f"processes of the older version still run ({names}); stop all workers and the API, "
+            f"wait {PRESENT_SECONDS} s if one was killed, and migrate then"
+        )
 
 
 def _too_new(version: int) -> str:

@@ -170,14 +170,24 @@ WITH asked AS (
     FROM jsonb_to_recordset(%(references)s::jsonb) AS a(ordinal integer, step text, path jsonb)
 ),
 found AS (
-    SELECT asked.ordinal,
-           CASE
-               WHEN t.kind <> 'prompt' THEN t.result
-               WHEN t.payload ? 'format' THEN t.result -> 'json'
-               ELSE t.result -> 'text'
-           END #> asked.path AS output
-    FROM asked JOIN tasks t ON t.parent_id = %(run_id)s AND t.step = asked.step
-    WHERE t.status = 'SUCCEEDED'
+    SELECT part.ordinal, part.output
+    FROM (
+        -- Unpacked once for each step, however many references lead into it: #> makes a copy in
+        -- memory, and OFFSET 0 keeps the planner from moving it, or from hashing more copies.
+        SELECT t.step,
+               CASE
+                   WHEN t.kind <> 'prompt' THEN t.result
+                   WHEN t.payload ? 'format' THEN t.result -> 'json'
+                   ELSE t.result -> 'text'
+               END #> '{}' AS output
+        FROM tasks t
+        WHERE t.parent_id = %(run_id)s AND t.step IN (SELECT step FROM asked)
+          AND t.status = 'SUCCEEDED'
+        OFFSET 0) AS unpacked
+    CROSS JOIN LATERAL (
+        SELECT asked.ordinal, unpacked.output #> asked.path AS output
+        FROM asked WHERE asked.step = unpacked.step
+        OFFSET 0) AS part
 ),
 measured AS (
     SELECT *, sum(octet_length(output::text)) OVER () > %(most_bytes)s AS is_too_much FROM found

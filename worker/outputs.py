@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
+import psycopg2.errors
+
 import db
 from errors import DatabaseUnavailable, TooLarge
 from queries.leases import ClaimedTask, Outcome
@@ -12,6 +14,8 @@ from queries.steps import read_outputs
 from runs.templates import TemplateError, references, templated
 
 logger = logging.getLogger(__name__)
+
+GIVEN_BACK_SECONDS = 1.0  # of a task that cannot begin now through no fault of its own
 
 
 def with_outputs(conn: db.Connection, task: ClaimedTask) -> ClaimedTask | Outcome:
@@ -24,8 +28,10 @@ def with_outputs(conn: db.Connection, task: ClaimedTask) -> ClaimedTask | Outcom
         return replace(task, outputs=read_outputs(conn, task.run_id, asked))
     except (TemplateError, TooLarge) as refused:
         return Outcome("permanent", error=str(refused))
-    except DatabaseUnavailable:
-        return Outcome("released")
+    except DatabaseUnavailable as away:
+        if isinstance(away.__cause__, psycopg2.errors.QueryCanceled):
+            return Outcome("failure", error=f"what it refers to cannot be read in time: {away}")
+        return Outcome("released", delay_seconds=GIVEN_BACK_SECONDS)
     except Exception as failed:  # the task is ours: something has to come of it
         logger.exception("What task %s refers to cannot be read", task.task_id)
         return Outcome("failure", error=f"what it refers to cannot be read: {failed}")

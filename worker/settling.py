@@ -1,4 +1,7 @@
-"""Outcomes into the database, many in one statement; one that is refused holds up no other."""
+"""Outcomes into the database, many in one statement.
+
+One that Postgres refuses, or whose rows somebody holds, keeps no other from being written.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,20 @@ import logging
 from collections.abc import Sequence
 
 import psycopg2
+import psycopg2.errors
 
 import db
 from config import Retry
+from connection import impatient
+from errors import DatabaseUnavailable
 from queries import leases
 from queries.leases import Lease, Outcome, Settled
 
 logger = logging.getLogger(__name__)
+
+# So long a batch waits for rows that somebody holds, and then each part of it alone.
+IMPATIENT_SECONDS = 0.5
+IMPATIENT_PART_SECONDS = 0.05
 
 LARGEST_BATCH = 100
 LARGEST_BATCH_CHARACTERS = 16_000_000  # of answers; Postgres takes up to 256 MB in one statement
@@ -32,14 +42,47 @@ def batch_to_settle(unsettled: Sequence[Finished]) -> list[Finished]:
     return batch
 
 
-def settle_batch(conn: db.Connection, batch: Sequence[Finished], retry: Retry) -> list[Settled]:
-    """Write a batch; an outcome that Postgres refuses is replaced by that failure, alone."""
+def settle_batch(
+    conn: db.Connection,
+    batch: Sequence[Finished],
+    retry: Retry,
+    patience_seconds: float = IMPATIENT_SECONDS,
+) -> tuple[list[Settled], list[Finished]]:
+    """Write a batch: what became of it, and what has to be tried again, since its rows are held.
+
+    An outcome that Postgres refuses is replaced by that failure, alone.
+    """
     try:
-        return leases.settle_tasks(conn, batch, retry)
+        with impatient(conn, patience_seconds):
+            return leases.settle_tasks(conn, batch, retry), []
+    except DatabaseUnavailable as away:
+        if not isinstance(away.__cause__, psycopg2.errors.LockNotAvailable):
+            raise
+        parts = _parts(batch)
+        if len(parts) == 1:
+            return [], list(batch)
     except psycopg2.Error as refused:
-        if len(batch) > 1:
-            return [one for pair in batch for one in settle_batch(conn, [pair], retry)]
-        lease, _ = batch[0]
-        logger.error("The outcome of task %s cannot be stored: %s", lease.task_id, refused)
-        reason = f"its outcome could not be stored: {type(refused).__name__}"
-        return leases.settle_tasks(conn, [(lease, Outcome("failure", error=reason))], retry)
+        if len(batch) == 1:
+            return _settle_refused(conn, batch[0][0], refused, retry), []
+        parts = [[pair] for pair in batch]
+    done = [settle_batch(conn, part, retry, IMPATIENT_PART_SECONDS) for part in parts]
+    return [one for settled, _ in done for one in settled], [
+        pair for _, held in done for pair in held
+    ]
+
+
+def _parts(batch: Sequence[Finished]) -> list[list[Finished]]:
+    """By run, because the steps of one wait for the same row; lone tasks each for its own."""
+    parts: dict[tuple[int | None, int | None], list[Finished]] = {}
+    for lease, outcome in batch:
+        alone = lease.task_id if lease.run_id is None else None
+        parts.setdefault((lease.run_id, alone), []).append((lease, outcome))
+    return list(parts.values())
+
+
+def _settle_refused(
+    conn: db.Connection, lease: Lease, refused: psycopg2.Error, retry: Retry
+) -> list[Settled]:
+    logger.error("The outcome of task %s cannot be stored: %s", lease.task_id, refused)
+    reason = f"its outcome could not be stored: {type(refused).__name__}"
+    return leases.settle_tasks(conn, [(lease, Outcome("failure", error=reason))], retry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import psycopg2
 import pytest
 
 from db import Connection, connect
-from errors import SchemaOutdated
+from errors import SchemaOutdated, StateConflict
 from queries import schema
 from queries.schema import ensure_schema, migrate, wanted_version
 from tests.conftest import administrator, settings_for
@@ -315,6 +316,42 @@ def test_what_an_older_version_stored_is_carried_out_after_the_migration(
     run_id = runs.submit(blank, {"a": []})
     runs.finish(blank, run_id, "a")
     assert runs.statuses(blank, run_id) == {"": "SUCCEEDED", "a": "SUCCEEDED"}
+
+
+def test_a_migration_waits_until_the_workers_of_the_older_version_are_gone(
+    blank: Connection,
+) -> None:
+    install_version_1(blank)
+    statement = """
+        INSERT INTO workers (worker_id, name, concurrency, running)
+        VALUES (gen_random_uuid(), 'old-one', 1, 0)
+    """
+    sql(blank, statement)
+    with pytest.raises(StateConflict, match=r"still run \(worker old-one\); stop all workers"):
+        migrate(blank)
+    assert versions(blank) == [1]
+    sql(blank, "UPDATE workers SET seen_at = seen_at - interval '31 seconds'")
+    assert migrate(blank) == list(range(2, wanted_version() + 1))
+
+
+def test_a_migration_waits_until_no_api_of_ours_is_connected(
+    blank: Connection, module_database: str
+) -> None:
+    install_version_1(blank)
+    settings = settings_for(module_database).database
+    with (
+        contextlib.closing(connect(module_database, settings, "orchestrator api")),
+        pytest.raises(StateConflict, match="orchestrator api"),
+    ):
+        migrate(blank)
+
+    def gone() -> list[int]:
+        try:
+            return migrate(blank)
+        except StateConflict as still_there:
+            raise AssertionError(still_there) from still_there
+
+    assert eventually(gone) == list(range(2, wanted_version() + 1))
 
 
 def test_schema_sql_says_its_version_once_for_each_it_includes() -> None:

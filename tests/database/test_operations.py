@@ -18,7 +18,7 @@ from queries import leases, operations
 from queries.leases import ClaimedTask, Outcome
 from queries.operations import cancel_task, requeue_task, submit_batch
 from tests.conftest import fresh_database
-from tests.support import rows
+from tests.support import rows, runs
 from tests.support.processes import eventually
 
 Connect = Callable[[], Connection]
@@ -122,13 +122,10 @@ def test_a_task_that_waits_is_cancelled_at_once_and_never_claimed(conn: Connecti
     assert story(conn, task_id) == ["created", "cancelled"]
 
 
-@pytest.mark.parametrize("status", ["BLOCKED", "AWAITING_APPROVAL"])
-def test_what_waits_for_somebody_else_is_cancelled_at_once(conn: Connection, status: str) -> None:
-    insert = """
-        INSERT INTO tasks (kind, payload, status, due)
-        VALUES ('approval', '{}', %(status)s::task_status, false) RETURNING task_id
-    """
-    task_id = db.fetch(conn, insert, {"status": status})[0]["task_id"]
+@pytest.mark.parametrize("step", ["approval.gate", "behind"])
+def test_what_waits_for_somebody_else_is_cancelled_at_once(conn: Connection, step: str) -> None:
+    run_id = runs.submit(conn, {"approval.gate": [], "behind": ["approval.gate"]})
+    task_id = runs.number(conn, run_id, step)
     assert cancel_task(conn, "default", str(task_id)).status == "CANCELLED"
     assert story(conn, task_id) == ["created", "cancelled"]
 

@@ -163,6 +163,18 @@ def test_null_is_a_result_with_which_a_step_succeeds(conn: Connection) -> None:
     assert read_outputs(conn, run_id, [Reference("a")]) == {Reference("a"): None}
 
 
+def test_results_beyond_a_sum_are_left_out_of_a_run_however_well_they_are_packed(
+    conn: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "MOST_RESULT_BYTES", 150_000)
+    run_id = submit(conn, {"a": [], "b": [], "c": []})
+    for step in ("a", "b", "c"):
+        finish(conn, run_id, step, result="x" * 100_000)
+    shown = runs.get_run(conn, "default", str(run_id), 30)["steps"]
+    assert [step["result_left_out"] for step in shown] == [False, True, True]
+    assert [len(step["result"] or "") for step in shown] == [100_000, 0, 0]
+
+
 def test_a_retry_or_a_release_of_a_step_promotes_and_ends_nothing(conn: Connection) -> None:
     run_id = submit(conn, {"a": [], "b": ["a"]})
     for verdict in ("failure", "released", "outage"):

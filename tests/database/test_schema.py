@@ -33,6 +33,9 @@ STEP = """
 UPDATE tasks SET
     status = %(to)s::task_status,
     reason = %(reason)s,
+    parent_id = coalesce(parent_id, 0),
+    step = coalesce(step, 'step-' || task_id),
+    unmet = (%(to)s = 'BLOCKED')::int,
     due = false,
     cancel_requested = false,
     lease_token = CASE WHEN %(to)s = 'RUNNING' THEN gen_random_uuid() END,
@@ -46,9 +49,9 @@ UPDATE tasks SET
 WHERE task_id = %(task_id)s
 """
 CREATE = """
-INSERT INTO tasks (kind, payload, status, reason, due, lease_token, lease_expires_at, worker,
-                   started_at, finished_at, result, last_error)
-SELECT 'prompt', '{}', %(to)s::task_status, %(reason)s, false,
+INSERT INTO tasks (kind, payload, parent_id, step, unmet, status, reason, due, lease_token,
+                   lease_expires_at, worker, started_at, finished_at, result, last_error)
+SELECT 'prompt', '{}', 0, 'one', (%(to)s = 'BLOCKED')::int, %(to)s::task_status, %(reason)s, false,
        CASE WHEN %(to)s = 'RUNNING' THEN gen_random_uuid() END,
        CASE WHEN %(to)s = 'RUNNING' THEN current_instant() END, 'w1', current_instant(),
        CASE WHEN %(to)s IN ('SUCCEEDED', 'FAILED', 'CANCELLED') THEN current_instant() END,
@@ -110,7 +113,7 @@ def test_one_illegal_step_takes_back_the_legal_ones_of_its_statement(conn: Conne
     pending, failed = bring_to(conn, "PENDING"), bring_to(conn, "BLOCKED")
     statement = """
         UPDATE tasks SET status = 'FAILED', reason = 'expired', due = false, last_error = 'late',
-                         finished_at = current_instant()
+                         finished_at = current_instant(), unmet = 0
     """
     with pytest.raises(psycopg2.errors.CheckViolation, match="cannot go from BLOCKED to FAILED"):
         sql(conn, statement)
@@ -176,14 +179,19 @@ IMPOSSIBLE = [
     ("final_is_finished", "RUNNING", "finished_at = current_instant()"),
     ("succeeded_has_a_result", "SUCCEEDED", "result = NULL"),
     ("failed_has_an_error", "FAILED", "last_error = NULL"),
-    ("only_a_step_depends", "BLOCKED", "unmet = 1"),
-    ("only_a_step_depends", "BLOCKED", "unmet = -1"),
+    ("only_a_step_depends", "BLOCKED", "parent_id = NULL, step = NULL"),
+    ("only_a_step_depends", "CANCELLED", "unmet = -1"),
+    ("blocked_waits_for_something", "BLOCKED", "unmet = 0"),
+    ("run_is_no_step", "BLOCKED", "kind = 'run'"),
+    ("nobody_works_on_an_approval", "PENDING", "kind = 'approval'"),
+    ("nobody_works_on_an_approval", "RUNNING", "kind = 'approval'"),
     ("nothing_unmet_has_begun", "PENDING", "unmet = 1, parent_id = 1, step = 'a'"),
     ("nothing_unmet_has_begun", "SUCCEEDED", "unmet = 1, parent_id = 1, step = 'a'"),
     ("only_running_is_asked_to_cancel", "BLOCKED", "cancel_requested = true"),
     ("run_only_waits_and_ends", "PENDING", "kind = 'run'"),
     ("run_only_waits_and_ends", "RUNNING", "kind = 'run'"),
-    ("run_only_waits_and_ends", "AWAITING_APPROVAL", "kind = 'run'"),
+    ("run_only_waits_and_ends", "AWAITING_APPROVAL",
+     "kind = 'run', parent_id = NULL, step = NULL"),
 ]  # fmt: skip
 
 

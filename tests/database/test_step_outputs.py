@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Any
 
 import pytest
 
+import db
 from db import Connection
 from errors import TooLarge
 from queries import operations, runs, steps
@@ -14,6 +17,7 @@ from queries.runs import NewRun
 from queries.steps import read_outputs
 from runs.templates import Reference
 from tests.support import rows
+from tests.support.plans import plan_of
 from tests.support.runs import finish, new_step, number
 from worker.outputs import with_outputs
 
@@ -126,4 +130,29 @@ def test_when_postgres_goes_away_the_step_is_handed_back_unburned(
     task = claimed(conn, {"tool": "echo", "args": {"a": "{{ tool.output }}"}})
     broken = connect()
     broken.close()
-    assert with_outputs(broken, task) == Outcome("released")
+    assert with_outputs(broken, task) == Outcome("released", delay_seconds=1)
+
+
+def test_a_read_that_takes_too_long_is_a_failure_and_not_tried_for_ever(
+    conn: Connection, connect: Any
+) -> None:
+    task = claimed(conn, {"tool": "echo", "args": {"a": "{{ tool.output }}"}})
+    with db.transaction(connect()) as cursor:
+        cursor.execute("LOCK TABLE tasks IN ACCESS EXCLUSIVE MODE")
+        conn.lock_timeout_seconds, conn.reply_timeout_seconds = 60, 0.5
+        outcome = with_outputs(conn, task)
+    assert isinstance(outcome, Outcome)
+    assert outcome.verdict == "failure"
+    assert "in time" in (outcome.error or "")
+
+
+def test_a_thousand_parts_of_a_large_result_are_read_as_one(conn: Connection) -> None:
+    """The pages of the result are read once, and not for each part."""
+    run_id = runs.submit_run(conn, NewRun("default", "large", [new_step("tool")])).task_id
+    texts = [hashlib.sha256(str(n).encode()).hexdigest() for n in range(5000)]
+    finish(conn, run_id, "tool", result=texts)
+    asked = [{"ordinal": n, "step": "tool", "path": [str(n)]} for n in range(1000)]
+    values = {"run_id": run_id, "references": json.dumps(asked), "most_bytes": 2**25}
+    assert plan_of(conn, steps.READ_OUTPUTS, values).pages < 300
+    values["references"] = json.dumps(asked[:1])
+    assert plan_of(conn, steps.READ_OUTPUTS, values).pages > 30

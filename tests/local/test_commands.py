@@ -203,7 +203,7 @@ def test_chaos_sh_proves_from_the_database_that_all_went_well_and_leaves_nothing
     before = clone.files()
     shown = clone.type("chaos.sh", "--seconds", "5", "--seed", "3")
     assert shown.wait(INSTALL_SECONDS) == 0, shown.log
-    assert "--seed 3" in shown.log
+    assert "Chaos with seed 3" in shown.log
     assert clone.processes() == {}
     assert list(clone.temporary.iterdir()) == []
     assert clone.files() == before

@@ -6,11 +6,12 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import psycopg2
 import pytest
 
 import db
 from errors import DatabaseUnavailable
-from tests.support.fake_ollama import FakeOllama, slow
+from tests.support.fake_ollama import FakeOllama, echo, slow
 from tests.support.processes import Processes, eventually
 from tests.support.queue import Queue
 
@@ -100,7 +101,7 @@ def test_a_newer_schema_stops_no_worker_that_runs_and_no_outcome_is_lost(
     ids = queue.submit("one", "two")
     worker = processes.worker()
     fake.wait_for(count=2)
-    queue.ask("INSERT INTO schema_version (version) VALUES (2)")
+    queue.ask("INSERT INTO schema_version SELECT max(version) + 1 FROM schema_version")
     queue.ask(
         "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = %s",
         worker.name,
@@ -109,6 +110,21 @@ def test_a_newer_schema_stops_no_worker_that_runs_and_no_outcome_is_lost(
     queue.await_all("SUCCEEDED")
     assert {queue.row(task_id)["attempt"] for task_id in ids} == {1}
     assert worker.terminate() == 0
+
+
+def test_a_run_whose_row_somebody_holds_holds_up_no_other_task_of_its_worker(
+    processes: Processes, fake: FakeOllama, queue: Queue
+) -> None:
+    fake.default = echo
+    run_id = queue.submit_run({"a": [], "b": ["a"]})
+    with psycopg2.connect(queue.url) as operator, operator.cursor() as cursor:
+        cursor.execute("SELECT FROM tasks WHERE task_id = %s FOR UPDATE", (run_id,))
+        processes.worker("--concurrency", "2")
+        for prompt in ("one", "two", "three"):
+            (task_id,) = queue.submit(prompt)
+            queue.await_status(task_id, "SUCCEEDED")
+        assert queue.row(run_id + 1)["status"] == "RUNNING"
+    queue.await_status(run_id, "SUCCEEDED")
 
 
 def test_a_second_signal_hands_a_suspect_back_at_once_too(

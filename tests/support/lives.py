@@ -40,14 +40,17 @@ def end(conn: Connection, task_id: int, verdict: Any, **fields: Any) -> None:
 
 
 INSERT_IN_STATUS = """
-INSERT INTO tasks (tenant, kind, payload, status, due)
-VALUES (%(tenant)s, %(kind)s, '{"prompt": "p"}', %(status)s::task_status, false)
+INSERT INTO tasks (tenant, kind, payload, parent_id, step, unmet, status, due)
+SELECT %(tenant)s, %(kind)s, '{"prompt": "p", "goal": "g"}', run,
+       CASE WHEN run IS NOT NULL THEN 'step-' || gen_random_uuid() END,
+       (%(status)s = 'BLOCKED' AND run IS NOT NULL)::int, %(status)s::task_status, false
+FROM (VALUES (CASE WHEN %(kind)s <> 'run' THEN 0 END)) AS its(run)
 RETURNING task_id
 """
 
 
 def insert(conn: Connection, status: str, tenant: str = "default", kind: str = "approval") -> int:
-    """A task that is created BLOCKED or AWAITING_APPROVAL."""
+    """A step that is created BLOCKED or AWAITING_APPROVAL, whose run is not there; or a run."""
     values = {"status": status, "tenant": tenant, "kind": kind}
     return int(db.fetch(conn, INSERT_IN_STATUS, values)[0]["task_id"])
 

@@ -7,6 +7,7 @@ column, so that the one checks the other.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from decimal import Decimal
@@ -191,6 +192,7 @@ def settled(row: Row, outcome: Outcome, retry: Retry, now: datetime) -> Row:
         "retry_count": retry_count,
         "delivery_count": row["delivery_count"] - (reason in ("released", "outage")),
         "result": outcome.result if status == "SUCCEEDED" else None,
+        "result_bytes": len(json.dumps(outcome.result)) if status == "SUCCEEDED" else None,
         "last_error": outcome.error if status != "SUCCEEDED" else None,
         "duration_seconds": (now - row["started_at"]).total_seconds(),
         "cancel_requested": reason == "cancelled",

@@ -11,7 +11,9 @@ import psycopg2.extras
 
 import db
 from config import DatabaseSettings
+from tests.support import runs
 from tests.support.processes import eventually
+from tests.support.runs import Edges
 
 Row = dict[str, Any]
 FINAL = ("SUCCEEDED", "FAILED", "CANCELLED")
@@ -37,6 +39,14 @@ class Queue:
         finally:
             conn.close()
         return [answer.task_id for answer in answers if isinstance(answer, db.Submitted)]
+
+    def submit_run(self, edges: Edges) -> int:
+        """Create a run of calls of the tool echo; its number."""
+        conn = db.connect(self.url, DatabaseSettings(), "tests")
+        try:
+            return runs.submit(conn, edges)
+        finally:
+            conn.close()
 
     def ask(self, statement: str, *values: Any) -> list[Row]:
         """The rows of a statement, run at once and committed."""

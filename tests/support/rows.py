@@ -191,13 +191,15 @@ def request_hash(**body: Any) -> bytes:
 
 
 def insert_as(conn: Connection, status: str) -> int:
-    """A task that is created as BLOCKED or AWAITING_APPROVAL."""
+    """A step that is created as BLOCKED or AWAITING_APPROVAL; its run is not there."""
     statement = """
-        INSERT INTO tasks (kind, payload, status, due)
-        VALUES ('prompt', '{"prompt": "waits"}', %(status)s::task_status, false)
+        INSERT INTO tasks (kind, payload, parent_id, step, unmet, status, due)
+        VALUES ('prompt', '{"prompt": "waits"}', 0, %(step)s, (%(status)s = 'BLOCKED')::int,
+                %(status)s::task_status, false)
         RETURNING task_id
     """
-    return int(sql(conn, statement, status=status)[0]["task_id"])
+    step = f"step-{next(_prompts)}"
+    return int(sql(conn, statement, status=status, step=step)[0]["task_id"])
 
 
 def _cancelled(conn: Connection) -> int:

@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "execution": {"config", "errors", "logs", "queries", "runs", "execution"},
     "api": {"config", "connection", "db", "errors", "states", "logs", "queries", "runs", "api"},
     "main": {"config", "db", "errors", "states", "api"},
-    "worker": {"config", "db", "errors", "logs", "queries", "runs", "worker"},
+    "worker": {"config", "connection", "db", "errors", "logs", "queries", "runs", "worker"},
     "scheduler": {"config", "db", "errors", "logs", "queries", "execution", "worker"},
     "admin": {"config", "db", "errors", "logs", "queries"},
     "local": {"config", "local"},
