@@ -137,20 +137,22 @@ class WorkerSettings(Section):
         return self
 
 
-LARGEST_BATCH = 10_000
+LONGEST_LIST = 10_000  # of tasks, steps or names that any request may hold
 
 
 class Limits(Section):
     max_prompt_bytes: AtLeastOne = 1024 * 1024
     max_metadata_bytes: AtLeastOne = 16 * 1024
     max_body_bytes: AtLeastOne = 8 * 1024 * 1024
+    max_body_values: AtLeastOne = 100_000
     max_result_bytes: AtLeastOne = 16 * 1024 * 1024
     max_error_bytes: AtLeastOne = 8 * 1024
     max_wait_seconds: Seconds = 60
     max_delay_seconds: Seconds = 31_536_000
-    max_batch_tasks: Annotated[AtLeastOne, Field(le=LARGEST_BATCH)] = 1000
-    max_run_steps: AtLeastOne = 1000
-    max_run_edges: AtLeastOne = 5000
+    max_batch_tasks: Annotated[AtLeastOne, Field(le=LONGEST_LIST)] = 1000
+    max_run_steps: Annotated[AtLeastOne, Field(le=LONGEST_LIST)] = 1000
+    max_run_edges: Annotated[AtLeastOne, Field(le=10 * LONGEST_LIST)] = 5000
+    max_step_references: AtLeastOne = 1000
     max_goal_bytes: AtLeastOne = 16 * 1024
 
 

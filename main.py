@@ -24,6 +24,7 @@ from api.connections import TransportInScope, cared_for
 from api.database import Database
 from api.feeds import Feeds
 from api.models import Metrics, Problem, PromptTask, Task, TaskStatus, task_view
+from api.origins import OwnPagesOnly
 from api.problems import handle_problems
 from api.requests import IdempotencyKey, idempotency, mark_replay, new_task, refused_fields
 from api.services import ApiServices, Services
@@ -58,7 +59,11 @@ def create_app(settings: Settings | None = None) -> FastAPI:
             await run_in_threadpool(close_services, services)
 
     app = FastAPI(title="Agent Orchestrator", lifespan=lifespan)
-    app.add_middleware(BodyLimit, max_bytes=settings.limits.max_body_bytes)
+    limits = settings.limits
+    app.add_middleware(
+        BodyLimit, max_bytes=limits.max_body_bytes, max_values=limits.max_body_values
+    )
+    app.add_middleware(OwnPagesOnly)
     app.add_middleware(TransportInScope)
     handle_problems(app)
     app.include_router(page.router)

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import resource
 import signal
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from functools import lru_cache
 from types import FrameType
 from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+logger = logging.getLogger(__name__)
 
 # A client that takes nothing for so long is let go, and so is one that the network has lost.
 LONGEST_SEND_SECONDS = 30.0
 STOP_SECONDS = 1.0  # for the last words to a client when the process stops
 
 TRANSPORT = "orchestrator.transport"
+NO_TRANSPORT = (
+    "The server does not show the connection under a stream of events, as uvicorn did when this "
+    "was written (receive.__self__.transport). Streams work; but a client that stops reading, or "
+    "that the network has lost, keeps its connection until it or the server ends"
+)
 MOST_OPEN_FILES = 65_536
 
 
@@ -26,7 +35,8 @@ class TransportInScope:
     """Middleware: lets a stream see the transport that the server writes its answer to.
 
     No interface tells a server to cut a connection: it waits, for ever, until the client has
-    taken what was written before. Under a server that shows no transport, streams do without.
+    taken what was written before. Under a server that shows no transport, streams do without, and
+    the log says so.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -43,6 +53,8 @@ class Line:
 
     def __init__(self, scope: Scope) -> None:
         self._transport: asyncio.Transport | None = scope.get(TRANSPORT)
+        if self._transport is None:
+            _warn_once(NO_TRANSPORT)
         self._let_the_kernel_notice()
 
     async def cut(self) -> None:
@@ -85,6 +97,11 @@ class Line:
         for error in ended:
             if isinstance(error, Exception):
                 raise error
+
+
+@lru_cache(maxsize=1)
+def _warn_once(what_is_lost: str) -> None:
+    logger.warning(what_is_lost)
 
 
 @contextlib.contextmanager

@@ -10,14 +10,19 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Iterator
+from typing import Annotated
 
+from fastapi import Header, Query
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api import connections
 from api.connections import Line
+from api.feeds import Subject
+from api.services import ApiServices
 from api.stream_events import StreamEvent
 from errors import OrchestratorError
+from queries import events
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +30,18 @@ STILL_HERE = b": still here\n\n"
 PIECE_BYTES = 65_536  # a long snapshot goes in pieces, each once the client has taken the last
 
 Bundles = AsyncGenerator[list[StreamEvent], None]
+
+After = Annotated[str | None, Query(description="resume behind this cursor")]
+LastEventId = Annotated[str | None, Header()]
+
+
+async def events_of(services: ApiServices, subject: Subject, cursor: str | None) -> Response:
+    """The stream of a subject's events from `cursor` on; 204 if it is over and all of it known."""
+    feeds = services.feeds
+    position = events.position_of(cursor) if cursor else None
+    if position and await feeds.is_all_told(subject, position):
+        return Response(status_code=204)
+    return EventStreamResponse(feeds.follow(subject, position), feeds.stopping)
 
 
 class EventStreamResponse(Response):

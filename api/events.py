@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Header, Query, Response
+from fastapi import APIRouter, Response
 from fastapi.concurrency import run_in_threadpool
 
 import db
-from api.event_stream import EventStreamResponse
+from api.event_stream import After, LastEventId, events_of
 from api.feeds import Subject
 from api.models import Problem, task_view
 from api.services import ApiServices, Services
 from api.tenants import Tenant
-from queries import events
 from queries.operations import find_task
 
 router = APIRouter(
@@ -27,19 +26,15 @@ async def get_task_events(
     task_id: str,
     services: Services,
     tenant: Tenant,
-    after: Annotated[str | None, Query(description="resume behind this cursor")] = None,
-    last_event_id: Annotated[str | None, Header()] = None,
+    after: After = None,
+    last_event_id: LastEventId = None,
 ) -> Response:
     """Server-sent events: a snapshot, then each transition once, then `end`.
 
     204 when the task is over and nothing newer than the cursor is to be told.
     """
     subject = await find_subject(services, tenant, task_id)
-    position = events.position_of(cursor) if (cursor := last_event_id or after) else None
-    if position and await services.feeds.is_all_told(subject, position):
-        return Response(status_code=204)
-    feeds = services.feeds
-    return EventStreamResponse(feeds.follow(subject, position), feeds.stopping)
+    return await events_of(services, subject, last_event_id or after)
 
 
 # --- helpers of the route above --------------------------------------------------------------

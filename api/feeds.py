@@ -39,6 +39,7 @@ AWAY_SECONDS = 1.0
 KEEP_ALIVE_SECONDS = 15.0
 MOST_WAITING = 200  # batches and pieces of answers, for one watcher
 SAY_WATCHED_SECONDS = 5.0
+SAY_AGAIN_SECONDS = 1.0  # each word takes a lock of the whole database for a moment
 SHARED_SECONDS = 1.0  # what no transition tells (a lease, a wait) may be so old in a snapshot
 
 T = TypeVar("T")
@@ -209,6 +210,7 @@ class Feeds:
         self._feeds: dict[int, Feed] = {}
         self._saying: asyncio.Task[None] | None = None
         self._say_now = asyncio.Event()
+        self._unsaid: set[int] = set()  # roots whose workers may not know that somebody watches
         self.stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         changes.on_token = self._on_token
 
@@ -236,7 +238,7 @@ class Feeds:
             feed.watchers.discard(watcher)
             if not feed.watchers and self._feeds.get(root_id) is feed:
                 del self._feeds[root_id]
-                self._say_now.set()  # to nobody any more, perhaps
+                self._say_now.set()  # whoever says it may end
                 if feed.task is not None:
                     feed.task.cancel()
 
@@ -246,20 +248,40 @@ class Feeds:
 
     def _begin(self, root_id: int, position: Position) -> None:
         if not self._is_read(root_id):  # somebody else may have begun it meanwhile
-            feed = self._feeds[root_id] = Feed(root_id, position, self._say_now.set)
-            self._say_now.set()
+            on_claim = partial(self._say_soon, root_id)
+            feed = self._feeds[root_id] = Feed(root_id, position, on_claim)
+            self._say_soon(root_id)
             feed.task = asyncio.create_task(feed.run(self._database, self._changes))
             if self._saying is None or self._saying.done():
                 self._saying = asyncio.create_task(self._say_watched())
 
+    def _say_soon(self, root_id: int) -> None:
+        self._unsaid.add(root_id)
+        self._say_now.set()
+
     async def _say_watched(self) -> None:
-        """Ask the workers for pieces of answers, while anybody watches."""
+        """Ask the workers for pieces of answers, while anybody watches.
+
+        Of all roots now and then; in between, of those that are new or where a worker begins.
+        """
+        now = asyncio.get_running_loop().time
+        all_again = now()
         while self._feeds:
-            with contextlib.suppress(DatabaseUnavailable):
-                await self._run(say_watched, list(self._feeds))
+            is_for_all = now() >= all_again
+            roots = list(self._feeds if is_for_all else self._unsaid & self._feeds.keys())
+            # Before the word is out: what comes meanwhile is for the next one.
+            self._unsaid.clear()
             self._say_now.clear()
+            try:
+                if roots:
+                    await self._run(say_watched, roots)
+            except DatabaseUnavailable:
+                all_again = now()
+            else:
+                all_again = now() + SAY_WATCHED_SECONDS if is_for_all else all_again
+            await asyncio.sleep(SAY_AGAIN_SECONDS)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(SAY_WATCHED_SECONDS):
+                async with asyncio.timeout(max(0.0, all_again - now())):
                     await self._say_now.wait()
 
     def _on_token(self, piece: dict[str, Any]) -> None:

@@ -8,16 +8,23 @@ from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    model_validator,
+)
 
-from config import LARGEST_BATCH
+from config import LONGEST_LIST
 from states import Status
 
 Route = Literal["local", "cloud"]
 
 # pydantic can write no more than about 250 levels into an answer.
 DEEPEST_JSON = 100
-
 
 MOST_FIELDS = 50
 
@@ -57,14 +64,20 @@ def _look_into(value: Any, depth: int) -> None:
 
 def not_blank(text: str) -> str:
     if not text.strip():
-        raise ValueError("it is empty; say what the model is to do")
+        raise ValueError("it is empty; say what is to be done")
     return text
 
 
-Prompt = Annotated[
-    str, Field(strict=True), AfterValidator(not_blank), AfterValidator(storable_text)
-]
-Metadata = Annotated[dict[str, Any], AfterValidator(storable_json)]
+def few_items(value: Any) -> Any:
+    """Refuse a list far beyond any limit by its length, before its items are looked at."""
+    if isinstance(value, list) and len(value) > LONGEST_LIST:
+        raise ValueError(f"it has {len(value)} items; no list here has more than {LONGEST_LIST}")
+    return value
+
+
+Text = Annotated[str, Field(strict=True), AfterValidator(storable_text)]
+Prompt = Annotated[Text, AfterValidator(not_blank)]
+Json = Annotated[dict[str, Any], AfterValidator(storable_json)]
 
 
 class Body(BaseModel):
@@ -80,13 +93,6 @@ class Body(BaseModel):
         return value
 
 
-def few_items(value: Any) -> Any:
-    """Refuse a list far beyond any limit by its length, before its items are looked at."""
-    if isinstance(value, list) and len(value) > LARGEST_BATCH:
-        raise ValueError(f"it has {len(value)} items; limits.max_batch_tasks says how many may be")
-    return value
-
-
 class PromptTask(Body):
     """The body of POST /tasks."""
 
@@ -98,13 +104,24 @@ class PromptTask(Body):
         Annotated[float, Field(strict=True, gt=0, le=604_800, allow_inf_nan=False)] | None
     ) = None
     route: Literal["auto", "local", "cloud"] = "auto"
-    metadata: Metadata | None = None
+    metadata: Json | None = None
 
 
 class Batch(Body):
     """The body of POST /tasks/batch."""
 
     tasks: Annotated[list[PromptTask], BeforeValidator(few_items), Field(min_length=1)]
+
+
+class Approval(Body):
+    """The body of POST /tasks/{id}/approve; without one the answer is yes."""
+
+    approved: StrictBool = True
+    feedback: Text | None = None
+    artefact: Any = None
+
+
+# --- answers ---------------------------------------------------------------------------------
 
 
 class TaskStatus(BaseModel):

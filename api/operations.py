@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
-from api.models import Batch, BatchStatus, Problem, TaskStatus
+from api.models import Approval, Batch, BatchStatus, Problem, TaskStatus
 from api.requests import IdempotencyKey, idempotency, mark_replay, new_task, refused_fields
-from api.run_models import Approval
 from api.services import Services
 from api.tenants import Tenant
 from config import Limits
@@ -21,7 +20,7 @@ router = APIRouter(
 )
 
 
-@router.post("/tasks/batch", status_code=201)
+@router.post("/tasks/batch", status_code=201, responses={413: {"model": Problem}})
 def post_batch(
     body: Batch,
     response: Response,
@@ -70,13 +69,14 @@ def post_requeue(task_id: str, services: Services, tenant: Tenant) -> TaskStatus
 
 
 def batch_tasks(body: Batch, tenant: str, key: str | None, limits: Limits) -> list[NewTask]:
-    """The tasks of a batch, the first with the key of all; FieldRefused names item and field."""
+    """The tasks of a batch, the first with the key of all; a refusal names item and field."""
     if len(body.tasks) > limits.max_batch_tasks:
         most = f"at most {limits.max_batch_tasks} (limits.max_batch_tasks)"
         raise FieldRefused("tasks", f"{most}, and these are {len(body.tasks)}")
     for index, item in enumerate(body.tasks):
         for refused in refused_fields(item, limits):
-            raise FieldRefused(f"tasks.{index}.{refused.field}", str(refused))
+            refused.field = f"tasks.{index}.{refused.field}"
+            raise refused
     first, *rest = body.tasks
     return [
         new_task(first, tenant, **idempotency("batch", key, body)),

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from api.models import json_bytes
 from api.run_models import PromptInput, RunBody, StepBody, ToolInput
 from config import Limits, Settings
+from errors import TooLarge
 from queries.runs import NewStep
 from runs.formats import FormatRefused, check_format
 from runs.graph import CycleFound, topological_order
@@ -28,9 +29,11 @@ Blame = dict[str, Any]  # as pydantic tells of an error, so that all are answere
 def planned_steps(body: RunBody, settings: Settings) -> list[NewStep]:
     """The steps of a run, each behind those it depends on, else in the order of the body.
 
-    RequestValidationError names each field that is to blame.
+    RequestValidationError names each field that is to blame; TooLarge the first with too many
+    bytes.
     """
-    _stop_at(_of_sizes(body, settings.limits))
+    _stop_at(_of_counts(body, settings.limits))
+    _check_bytes(body, settings.limits)
     _stop_at(_of_names(body.steps))
     _stop_at([*_of_needs(body.steps), *StepChecks(body.steps, settings).blames()])
     steps = {step.name: step for step in body.steps}
@@ -86,10 +89,17 @@ def _some(names: list[str]) -> str:
 # --- the run as a whole ----------------------------------------------------------------------
 
 
-def _of_sizes(body: RunBody, limits: Limits) -> Iterator[Blame]:
+def _check_bytes(body: RunBody, limits: Limits) -> None:
     if len(body.goal.encode()) > limits.max_goal_bytes:
         most = f"limits.max_goal_bytes ({limits.max_goal_bytes} bytes)"
-        yield _blame(("goal",), f"it is longer than {most}")
+        raise TooLarge(f"it is longer than {most}", "goal")
+    for number, step in enumerate(body.steps):
+        if json_bytes(step.input) > limits.max_prompt_bytes:
+            most = f"limits.max_prompt_bytes ({limits.max_prompt_bytes} bytes)"
+            raise TooLarge(f"it is larger than {most}", f"steps.{number}.input")
+
+
+def _of_counts(body: RunBody, limits: Limits) -> Iterator[Blame]:
     if len(body.steps) > limits.max_run_steps:
         most = f"at most {limits.max_run_steps} (limits.max_run_steps)"
         yield _blame(("steps",), f"{most}, and these are {len(body.steps)}")
@@ -153,10 +163,6 @@ class StepChecks:
             yield from of_input or self._of_templates(place, kind, step)
 
     def _of_input(self, place: Place, kind: str, given: dict[str, Any]) -> Iterator[Blame]:
-        limit = self._settings.limits.max_prompt_bytes
-        if json_bytes(given) > limit:
-            yield _blame(place, f"it is larger than limits.max_prompt_bytes ({limit} bytes)")
-            return
         try:
             if kind == "prompt":
                 yield from self._of_prompt(place, PromptInput.model_validate(given))
@@ -180,19 +186,28 @@ class StepChecks:
             yield _blame((*place, "tool"), message)
 
     def _of_templates(self, place: Place, kind: str, step: StepBody) -> Iterator[Blame]:
-        part = {"prompt": ("prompt",), "tool": ("args",)}.get(kind, ())
+        place = (*place, *{"prompt": ("prompt",), "tool": ("args",)}.get(kind, ()))
         try:
-            for reference in references(templated(kind, step.input)):
-                if wrong := self._wrong_with(reference, step):
-                    yield _blame((*place, *part), f"{{{{ {_quoted(str(reference))} }}}}: {wrong}")
+            found = references(templated(kind, step.input))
         except TemplateError as refused:
-            yield _blame((*place, *part), str(refused))
+            yield _blame(place, str(refused))
+            return
+        if len(found) > (most := self._settings.limits.max_step_references):
+            limit = f"at most {most} different references (limits.max_step_references)"
+            yield _blame(place, f"{limit}, and these are {len(found)}")
+            return
+        needs = frozenset(step.needs)
+        for reference in found:
+            if wrong := self._wrong_with(reference, step, needs):
+                yield _blame(place, f"{{{{ {_quoted(str(reference))} }}}}: {wrong}")
 
-    def _wrong_with(self, reference: Reference, step: StepBody) -> str | None:
+    def _wrong_with(
+        self, reference: Reference, step: StepBody, needs: frozenset[str]
+    ) -> str | None:
         name = reference.step
         if name not in self._steps:
             return f"there is no step {name}"
-        if name not in step.needs:
+        if name not in needs:
             return f"{step.name} does not depend on {name}; put it into dependsOn"
         kind = self._kinds[name]
         if not reference.path:

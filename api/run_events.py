@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Header, Query, Response, WebSocket
+from fastapi import APIRouter, Response, WebSocket
 from fastapi.concurrency import run_in_threadpool
 
 import db
-from api.event_stream import EventStreamResponse
+from api.event_stream import After, LastEventId, events_of
 from api.feeds import Subject
 from api.models import Problem
+from api.origins import OTHER_PAGE, is_of_our_page
 from api.problems import problem
 from api.run_models import run_view
 from api.services import ApiServices, Services
 from api.tenants import Tenant
-from api.web_socket import EventSocket, is_of_our_page
+from api.web_socket import EventSocket
 from queries import events, runs
 
 router = APIRouter(
     tags=["runs"], responses={status: {"model": Problem} for status in (404, 422, 503)}
 )
-
-OTHER_PAGE = "this WebSocket is not for pages of other origins: Origin and Host differ"
-
-After = Annotated[str | None, Query(description="resume behind this cursor")]
 
 
 @router.get("/runs/{run_id}/events", response_class=Response, responses={204: {}})
@@ -34,7 +31,7 @@ async def get_run_events(
     services: Services,
     tenant: Tenant,
     after: After = None,
-    last_event_id: Annotated[str | None, Header()] = None,
+    last_event_id: LastEventId = None,
 ) -> Response:
     """Server-sent events: a snapshot, each transition of the run and its steps once, then `end`.
 
@@ -43,17 +40,13 @@ async def get_run_events(
     `after`.
     """
     subject = await find_subject(services, tenant, run_id)
-    position = events.position_of(cursor) if (cursor := last_event_id or after) else None
-    if position and await services.feeds.is_all_told(subject, position):
-        return Response(status_code=204)
-    feeds = services.feeds
-    return EventStreamResponse(feeds.follow(subject, position), feeds.stopping)
+    return await events_of(services, subject, last_event_id or after)
 
 
 @router.websocket("/runs/{run_id}/events")
 async def watch_run(websocket: WebSocket, run_id: str, tenant: Tenant, after: After = None) -> None:
     """The same over a WebSocket; what keeps it from opening is an HTTP answer."""
-    if not is_of_our_page(websocket):
+    if not is_of_our_page(websocket.headers):
         await websocket.send_denial_response(problem(403, OTHER_PAGE))
         return
     services: ApiServices = websocket.state.services

@@ -5,10 +5,19 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, StrictBool
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
-from api.models import Body, Prompt, TaskError, iso_utc, storable_json, storable_text, task_error
-from config import LARGEST_BATCH
+from api.models import (
+    Body,
+    Json,
+    Prompt,
+    TaskError,
+    Text,
+    few_items,
+    iso_utc,
+    not_blank,
+    task_error,
+)
 from states import Status
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,254}")
@@ -18,28 +27,13 @@ LONGEST_NAME = 100  # far beyond any that a step may have
 RunStatus = Literal["RUNNING", "SUCCEEDED", "FAILED", "CANCELLED"]
 
 
-def not_blank(text: str) -> str:
-    if not text.strip():
-        raise ValueError("it is empty; say what the run is for")
-    return text
-
-
-def few_entries(value: Any) -> Any:
-    """Refuse a list far beyond any limit by its length, before its entries are looked at."""
-    if isinstance(value, list) and len(value) > LARGEST_BATCH:
-        raise ValueError(f"it has {len(value)} entries; no run has more than {LARGEST_BATCH}")
-    return value
-
-
 def model_name(text: str) -> str:
     if not MODEL_NAME.fullmatch(text):
         raise ValueError("it is no name of a model, such as llama3.2:latest")
     return text
 
 
-Text = Annotated[str, Field(strict=True), AfterValidator(storable_text)]
-Reference = Annotated[Text, Field(max_length=LONGEST_NAME)]
-Json = Annotated[dict[str, Any], AfterValidator(storable_json)]
+NameOfStep = Annotated[Text, Field(max_length=LONGEST_NAME)]
 
 
 class StepBody(Body):
@@ -47,7 +41,7 @@ class StepBody(Body):
 
     name: Text = Field(examples=["tool_call.fetch_data"])
     input: Json = Field({}, examples=[{"tool": "fetch_data"}])
-    needs: Annotated[list[Reference], BeforeValidator(few_entries)] = Field(
+    needs: Annotated[list[NameOfStep], BeforeValidator(few_items)] = Field(
         [], alias="dependsOn", description="names of the steps that are to succeed before"
     )
     max_retry: Annotated[int, Field(strict=True, ge=1, le=10_000)] | None = None
@@ -59,7 +53,7 @@ class RunBody(Body):
     goal: Annotated[Text, AfterValidator(not_blank)] = Field(
         examples=["Research and summarize a topic"]
     )
-    steps: Annotated[list[StepBody], BeforeValidator(few_entries), Field(min_length=1)]
+    steps: Annotated[list[StepBody], BeforeValidator(few_items), Field(min_length=1)]
 
 
 class PromptInput(Body):
@@ -76,14 +70,6 @@ class ToolInput(Body):
 
     tool: Annotated[str, Field(strict=True, min_length=1)]
     args: dict[str, Any] = Field({})
-
-
-class Approval(Body):
-    """The body of POST /tasks/{id}/approve; without one the answer is yes."""
-
-    approved: StrictBool = True
-    feedback: Text | None = None
-    artefact: Any = None
 
 
 # --- answers ---------------------------------------------------------------------------------

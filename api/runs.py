@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter, Request, Response
 
 from api.lists import Cursor, Limit, cursor_of, next_cursor
@@ -20,6 +22,7 @@ from api.run_models import (
 )
 from api.services import ApiServices, Services
 from api.tenants import Tenant
+from db import Connection, Submitted
 from queries import runs
 from queries.runs import NewRun
 from states import Status
@@ -49,10 +52,12 @@ def post_run(
     """
     steps = planned_steps(body, services.settings)
     run = NewRun(tenant, body.goal, steps, **idempotency("runs", idempotency_key, body))
-    submitted = services.database.run(runs.submit_run, run)
+    watched_at = address_of_watchers(request)  # before it is stored: afterwards nothing may fail
+    present_seconds = services.settings.worker.lease_seconds
+    submitted, row = services.database.run(submit_and_read, run, present_seconds)
     mark_replay(response, submitted)
-    stored = read_run(services, tenant, str(submitted.task_id))
-    return SubmittedRun(**dict(stored), watch=watch_address(request, stored.run_id))
+    stored = run_view(row)
+    return SubmittedRun(**dict(stored), watch=f"{watched_at}/runs/{stored.run_id}/events")
 
 
 @router.get("/runs")
@@ -105,7 +110,20 @@ def read_run(services: ApiServices, tenant: str, run_id: str) -> Run:
     return run_view(services.database.run(runs.get_run, tenant, run_id, present_seconds))
 
 
-def watch_address(request: Request, run_id: int) -> str:
-    """Where the run can be watched, as the client has called us."""
-    scheme = {"http": "ws", "https": "wss"}[request.url.scheme]
-    return f"{str(request.base_url.replace(scheme=scheme)).rstrip('/')}/runs/{run_id}/events"
+def submit_and_read(
+    conn: Connection, run: NewRun, present_seconds: float
+) -> tuple[Submitted, dict[str, Any]]:
+    """Store a run and read it back on the same connection.
+
+    That this one breaks after the commit is as unlikely as that the commit's own answer is lost,
+    and comes to the same for the client: 503, and a repetition with the same Idempotency-Key finds
+    the run.
+    """
+    submitted = runs.submit_run(conn, run)
+    return submitted, runs.get_run(conn, run.tenant, str(submitted.task_id), present_seconds)
+
+
+def address_of_watchers(request: Request) -> str:
+    """Where runs can be watched, as the client has called us; a proxy may have named its scheme."""
+    scheme = "wss" if request.url.scheme in ("https", "wss") else "ws"
+    return str(request.base_url.replace(scheme=scheme)).rstrip("/")

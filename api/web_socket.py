@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from urllib.parse import urlsplit
 
 from fastapi import WebSocket, WebSocketDisconnect
 
@@ -26,24 +25,6 @@ LONGEST_MESSAGE = 4096
 
 # https://www.iana.org/assignments/websocket: 1012 and 1013 tell a client to come again.
 ENDED, UNWANTED, RESTARTS, RESUME = 1000, 1008, 1012, 1013
-DEFAULT_PORTS = {"http": 80, "https": 443}
-
-
-def is_of_our_page(websocket: WebSocket) -> bool:
-    """Whether no web page asks, or one of our own: browsers let every page open a WebSocket."""
-    origin = websocket.headers.get("origin")
-    if origin is None:
-        return True
-    try:
-        page = urlsplit(origin)
-        asked = urlsplit(f"//{websocket.headers.get('host', '')}")
-        usual = DEFAULT_PORTS.get(page.scheme)
-        return page.hostname is not None and (page.hostname, page.port or usual) == (
-            asked.hostname,
-            asked.port or usual,
-        )
-    except ValueError:  # no port at all
-        return False
 
 
 class EventSocket:

@@ -85,7 +85,7 @@ async function probe(id) {
 }
 
 function noticeState(state, probed) {
-  if (state === "over" && probed?.data) takeSnapshot(probed.data);
+  if (state === "over" && probed?.data) takeState(probed.data, model.applyState);
   if (state === "missing") head.showMissing(run);
   else head.showConnection(state);
   if (state === "live") for (const step of model.stepsOf(run)) note(step);
@@ -93,14 +93,14 @@ function noticeState(state, probed) {
 }
 
 function take(name, data) {
-  if (name === "snapshot") takeSnapshot(data);
+  if (name === "snapshot") takeState(data, model.applySnapshot);
   else if (name === "transition") takeTransition(data);
   else if (name === "token") note(model.applyToken(run, data));
 }
 
-function takeSnapshot(data) {
+function takeState(data, apply) {
   const isFirst = !run.status;
-  model.applySnapshot(run, data);
+  apply(run, data);
   if (isFirst) {
     head.showRun(run);
     drawing.show(run);

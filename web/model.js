@@ -21,16 +21,27 @@ export function newRun(id) {
     steps: new Map(), // by task_id, in the order of the API: each behind those it depends on
     byName: new Map(),
     log: [], // the audit trail, ascending by id
-    logged: new Set(),
+    logged: new Set(), // the ids in it
     cursor: null, // the place in the stream behind which to resume
   };
 }
 
 // --- the state of things --------------------------------------------------------------------
 
+// The first word of a stream that does not resume. What was told before may be of another time (a
+// database that was restored, with ids that are given out again), so it says nothing any more: the
+// audit trail is to be read anew.
+export function applySnapshot(run, data) {
+  run.cursor = null;
+  run.log = [];
+  run.logged = new Set();
+  for (const step of run.steps.values()) step.told = 0;
+  applyState(run, data);
+}
+
 // Takes over how things stand. What only the page knows (streamed text, what the log told of a
 // retry) stays, as long as the step is still in the same attempt.
-export function applySnapshot(run, data) {
+export function applyState(run, data) {
   run.goal = data.goal;
   run.status = data.status;
   run.createdAt = data.created_at;

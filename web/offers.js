@@ -1,8 +1,9 @@
 // What a person can do with a step: approve or reject it, or have it run again.
 
 import { make, say, set } from "./dom.js";
+import { filled } from "./fill.js";
 import { Folded } from "./folded.js";
-import { asJson, filled } from "./words.js";
+import { asJson } from "./words.js";
 
 export class Offers {
   // `onDone()` is called once something was done, for the pressed button goes away with its form.
@@ -24,7 +25,10 @@ export class Offers {
       this.element.replaceChildren(...(content ?? (() => [this.again(offer)]))());
       set(this.element, "hidden", offer === "nothing");
     }
-    for (const { text, shown } of this.about) shown.show(filled(this.run, text));
+    for (const { value, shown } of this.about) {
+      const now = filled(this.run, value);
+      shown.show(typeof now === "string" ? now : asJson(now));
+    }
   }
 
   approval() {
@@ -53,7 +57,7 @@ export class Offers {
     const list = make("dl", { class: "question" });
     for (const [name, value] of Object.entries(this.step.input ?? {})) {
       const shown = new Folded();
-      this.about.push({ text: typeof value === "string" ? value : asJson(value), shown });
+      this.about.push({ value, shown });
       list.append(make("dt", {}, name), make("dd", {}, shown.element));
     }
     for (const name of this.step.needs) {

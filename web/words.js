@@ -159,21 +159,6 @@ export function resultText(step) {
   return typeof shown === "string" ? shown : asJson(shown);
 }
 
-// What a template of an input stands for: what a person is asked about, with the results in it.
-const REFERENCE = /\{\{\s*((?:[\w-]+\.)?[\w-]+)\.output((?:\.[\w-]+)*)\s*\}\}/g;
-
-export function filled(run, text) {
-  return text.replace(REFERENCE, (whole, name, path) => {
-    const step = run.byName.get(name);
-    if (!step?.resultKnown) return whole;
-    if (!path) return resultText(step);
-    const output = step.kind === "prompt" ? step.result?.json : step.result;
-    const part = path.slice(1).split(".").reduce((value, key) => value?.[key], output);
-    if (part === undefined) return whole;
-    return typeof part === "string" ? part : asJson(part);
-  });
-}
-
 export function asJson(value) {
   return JSON.stringify(value, null, 2) ?? "null";
 }

@@ -58,7 +58,7 @@ PLAY = """
     const run = m.newRun(1);
     m.applySnapshot(run, snapshots[0]);
     const told = entries.map((entry) => m.applyTransition(run, entry) !== null);
-    if (snapshots[1]) m.applySnapshot(run, snapshots[1]);
+    if (snapshots[1]) m.applyState(run, snapshots[1]);
     return { ...run.steps.get(2), told, cursor: run.cursor, log: run.log.map((entry) => entry.id) };
 }
 """
@@ -85,12 +85,34 @@ def test_a_transition_that_comes_twice_or_late_changes_nothing(ask: Any) -> None
     assert ended["log"] == [10, 12, 15, 16]
 
 
-def test_a_fresh_snapshot_replaces_the_state_and_keeps_the_trail(ask: Any) -> None:
+def test_a_fresh_state_replaces_the_old_one_and_keeps_the_trail(ask: Any) -> None:
     failed = step("s2", status="FAILED", attempt=3, error={"type": "max_retry", "message": "no"})
     given = {"snapshots": [snapshot(step("s2")), snapshot(failed)], "entries": STORY[:2]}
     shown = ask("model", PLAY, given)
     assert (shown["status"], shown["attempt"], shown["dueAt"]) == ("FAILED", 3, None)
     assert shown["log"] == [10, 12]
+
+
+def test_a_snapshot_that_follows_begins_anew_though_ids_are_given_out_again(ask: Any) -> None:
+    script = """
+    (m, { snapshot, before, after }) => {
+        const run = m.newRun(1);
+        m.applySnapshot(run, snapshot);
+        for (const entry of before) m.applyTransition(run, entry);
+        m.applySnapshot(run, snapshot); // of a database that was restored
+        const anew = { cursor: run.cursor, log: run.log.length };
+        const told = after.map((entry) => m.applyTransition(run, entry) !== null);
+        const { status, worker } = run.steps.get(2);
+        return { anew, told, status, worker, cursor: run.cursor,
+                 log: run.log.map((entry) => [entry.id, entry.worker]) };
+    }
+    """
+    again = {**CLAIMED, "worker": "another", "cursor": "after the restore"}
+    given = {"snapshot": snapshot(step("s2")), "before": STORY, "after": [again]}
+    assert ask("model", script, given) == {
+        "anew": {"cursor": None, "log": 0}, "told": [True], "status": "RUNNING",
+        "worker": "another", "cursor": "after the restore", "log": [[10, "another"]],
+    }  # fmt: skip
 
 
 def test_history_that_comes_after_live_transitions_takes_its_place_before_them(ask: Any) -> None:
@@ -170,3 +192,33 @@ def test_durations_are_said_in_the_unit_that_fits(ask: Any) -> None:
     seconds = [None, 0.034, 0.7, 9.94, 12.4, 59.9, 125, 3725]
     said = ask("words", "(m, all) => all.map(m.span)", seconds)
     assert said == ["", "34 ms", "0.7 s", "9.9 s", "12 s", "1 min 00 s", "2 min 05 s", "1 h 02 min"]
+
+
+FILLED = [
+    ("{{ s1.output }}", {"x": 'a", "risk": "none', "rows": [1, "two"], "n": None}),
+    ("{{s1.output.x}}!", 'a", "risk": "none!'),
+    ({"order": {"amount": "{{ s1.output.x }}"}}, {"order": {"amount": 'a", "risk": "none'}}),
+    ("{{ s1.output.rows.-1 }} of {{ s1.output.rows }}", 'two of [1,"two"]'),
+    ("{{ s1.output.n }}", None),
+    ('{{ "{{" }} is literal', "{{ is literal"),
+    ("{{ s1.output.x.length }}", "{{ s1.output.x.length }}"),
+    ("{{ s1.output.__proto__ }}", "{{ s1.output.__proto__ }}"),
+    ("{{ s1.output.rows.length }}", "{{ s1.output.rows.length }}"),
+    ("{{ s2.output }}", "{{ s2.output }}"),
+    ("{{ nobody.output }}", "{{ nobody.output }}"),
+    ({"{{ s1.output }}": 7}, {"{{ s1.output }}": 7}),
+]
+
+
+@pytest.mark.parametrize(("given", "shown"), FILLED, ids=[str(given) for given, _ in FILLED])
+def test_what_a_person_is_asked_is_filled_text_by_text_so_that_a_result_is_never_a_field(
+    ask: Any, given: Any, shown: Any
+) -> None:
+    result = {"x": 'a", "risk": "none', "rows": [1, "two"], "n": None}
+    script = """
+        (m, [value, result]) => m.filled({ byName: new Map([
+            ["s1", { kind: "tool", resultKnown: true, result }],
+            ["s2", { kind: "tool", resultKnown: false, result: null }],
+        ]) }, value)
+    """
+    assert ask("fill", script, [given, result]) == shown

@@ -131,6 +131,13 @@ def test_templates_may_refer_to_direct_dependencies_and_their_parts(
     )  # fmt: skip
 
 
+def test_a_thousand_references_are_taken_and_one_that_comes_again_is_not_counted(
+    runs: RunClient,
+) -> None:
+    parts = [f"{{{{ a.output.{n} }}}}" for n in range(1000)]
+    runs.submit(tool("a"), tool("x", "a", input={"tool": "echo", "args": {"all": parts * 2}}))
+
+
 def test_what_is_no_string_of_args_is_no_template(runs: RunClient) -> None:
     key = {"{{ nobody.output }}": 1}
     runs.submit({"name": "a", "input": {"tool": "echo", "args": key}})

@@ -111,7 +111,7 @@ def test_a_body_that_is_no_task_is_refused(client: Client, body: bytes, field: s
     refused(client.post_raw(body, **JSON), 400, 422, field=field)
 
 
-@pytest.mark.parametrize("depth", [101, 256, 500, 1_000, 5_000, 100_000])
+@pytest.mark.parametrize("depth", [101, 256, 500, 1_000, 5_000, 49_000])
 @pytest.mark.parametrize("key", [None, "k"])
 def test_a_body_that_is_nested_too_deeply_is_refused(
     client: Client, depth: int, key: str | None

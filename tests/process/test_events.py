@@ -66,7 +66,7 @@ def test_the_stream_of_a_task_that_is_over_is_its_snapshot_and_the_end(
 def test_pieces_of_the_answer_come_live_with_their_attempt_and_are_not_stored(
     api: Api, processes: Processes, fake: FakeOllama, conn: db.Connection
 ) -> None:
-    fake.on("story", answer("once upon a time there was", chunks=6, delay=0.3))
+    fake.on("story", answer("once upon a time there was", chunks=6, delay=0.5))
     task_id = api.submit("story")
     watcher = Watcher(api, f"/tasks/{task_id}/events")
     eventually(lambda: watcher.names() == ["snapshot"])

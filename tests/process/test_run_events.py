@@ -263,7 +263,7 @@ def test_pieces_of_answers_of_every_step_come_on_the_runs_stream_with_the_steps_
 ) -> None:
     names = ["llm_call.one", "llm_call.two"]
     for name in names:
-        fake.on(name, answer("once upon a time there was", chunks=6, delay=0.3))
+        fake.on(name, answer("once upon a time there was", chunks=6, delay=0.5))
     steps = [{"name": name, "input": {"prompt": name}} for name in names]
     said = api.http.post("/runs", json={"goal": "two stories", "steps": steps}).json()
     watcher = watch(api, kind, said["run_id"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import uvicorn
 
@@ -16,14 +16,14 @@ from tests.support.processes import eventually, free_port
 
 
 class Served:
-    """uvicorn with the app, in this process."""
+    """uvicorn with the app, in this process; `options` are uvicorn's."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, **options: Any) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._loop: asyncio.AbstractEventLoop | None = None
         config = uvicorn.Config(
-            create_app(settings), port=self.port, log_level="warning", lifespan="on"
+            create_app(settings), port=self.port, log_level="warning", lifespan="on", **options
         )
         self.server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run)

@@ -83,6 +83,10 @@ REFUSED = {
         "[worker]\nlease_seconds = 29.999", "lease_seconds", "under three heartbeats"),
     "a heartbeat over a third of the lease": (
         "[worker]\nheartbeat_seconds = 11", "lease_seconds", "33 or more"),
+    "more steps than a request may hold": (
+        "[limits]\nmax_run_steps = 10001", "limits.max_run_steps", "less than or equal to 10000"),
+    "more dependencies than can be stored at once": (
+        "[limits]\nmax_run_edges = 100001", "limits.max_run_edges", "or equal to 100000"),
     "no steps": ("[limits]\nmax_run_steps = 0", "limits.max_run_steps", "equal to 1"),
     "a tool whose name has a space": ('[tools]\n"a b" = "m:f"', "tools.a b", "pattern"),
     "a tool whose name is too long": (
