@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NoReturn
 
-from execution.errors import Permanent
+from execution.errors import Permanent, not_installed
+from execution.text import shortened
 from execution.tools.results import NotStorable, storable_result
-from runs.formats import FormatRefused, check_format
+from runs.formats import MOST_WORK, FormatRefused, check_format, work_of_check
 
-INSTALL = "pip install -r requirements-agents.txt"
+MOST_SCHEMAS_KEPT = 32
 LONGEST_COMPLAINT = 500
 LONGEST_QUOTE = 4000
 FENCED = re.compile(r"\A```\w*\n(.*)\n```\Z", re.DOTALL)
@@ -33,39 +35,55 @@ Read = Callable[[str], Any]
 
 
 def reader(schema: Any, max_bytes: int) -> Read:
-    """What reads an answer by the schema, or raises InvalidAnswer; raises Permanent itself."""
+    """What reads an answer by the schema, or raises InvalidAnswer; raises Permanent itself.
+
+    Both may take a second: neither belongs on the thread of an event loop.
+    """
     try:
-        check_format(schema)
-    except FormatRefused as refused:
-        raise Permanent(str(refused)) from refused
-    try:
-        from jsonschema import Draft202012Validator, SchemaError
         from jsonschema.exceptions import best_match
-        from referencing import Registry
     except ImportError as missing:
-        raise Permanent(
-            f"format needs the package jsonschema ({missing}); run: {INSTALL}"
-        ) from missing
-    # One dialect for all. An empty registry fetches nothing from anywhere.
-    plain: Mapping[str, Any] = {key: part for key, part in schema.items() if key != "$schema"}
+        raise not_installed("format", "jsonschema", missing) from missing
     try:
-        Draft202012Validator.check_schema(plain)
-    except SchemaError as wrong:
-        raise Permanent(f"format is no JSON schema: {_cut(wrong.message)}") from wrong
-    validator = Draft202012Validator(plain, registry=Registry())
+        validator = _validator(json.dumps(schema))
+    except (FormatRefused, RecursionError) as refused:
+        raise Permanent(str(refused)) from refused
 
     def read(text: str) -> Any:
         value = _parsed(text, max_bytes)
+        if work_of_check(validator.schema, value) > MOST_WORK:
+            raise InvalidAnswer(
+                "it is too long: to check it by this schema would take too much work"
+            )
         if (problem := best_match(validator.iter_errors(value))) is not None:
-            raise InvalidAnswer(_cut(f"{problem.json_path}: {problem.message}"))
+            complaint = f"{problem.json_path}: {problem.message}"
+            raise InvalidAnswer(shortened(complaint, LONGEST_COMPLAINT))
         return value
 
     return read
 
 
+@lru_cache(maxsize=MOST_SCHEMAS_KEPT)
+def _validator(schema_text: str) -> Any:
+    """What checks by a schema; raises FormatRefused or Permanent."""
+    from jsonschema import Draft202012Validator, SchemaError
+    from referencing import Registry
+
+    schema = json.loads(schema_text)
+    check_format(schema)
+    # One dialect for all. An empty registry fetches nothing from anywhere.
+    plain = {key: part for key, part in schema.items() if key != "$schema"}
+    try:
+        Draft202012Validator.check_schema(plain)
+    except SchemaError as wrong:
+        raise Permanent(
+            f"format is no JSON schema: {shortened(wrong.message, LONGEST_COMPLAINT)}"
+        ) from wrong
+    return Draft202012Validator(plain, registry=Registry())
+
+
 def repair_prompt(prompt: str, answer: str, complaint: object) -> str:
     """What to ask the model when its answer could not be read."""
-    quoted = answer if len(answer) <= LONGEST_QUOTE else f"{answer[:LONGEST_QUOTE]}…"
+    quoted = shortened(answer, LONGEST_QUOTE)
     return REPAIR.format(prompt=prompt, answer=quoted, complaint=complaint)
 
 
@@ -79,12 +97,8 @@ def _parsed(text: str, max_bytes: int) -> Any:
     except NotStorable as refused:
         raise InvalidAnswer(str(refused)) from refused
     except (ValueError, RecursionError) as failed:
-        raise InvalidAnswer(_cut(f"it is no JSON: {failed}")) from failed
+        raise InvalidAnswer(shortened(f"it is no JSON: {failed}", LONGEST_COMPLAINT)) from failed
 
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not in JSON")
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= LONGEST_COMPLAINT else f"{text[:LONGEST_COMPLAINT]}…"

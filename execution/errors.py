@@ -47,3 +47,11 @@ class Failure(CallEnded):
 
 class Permanent(CallEnded):
     pass
+
+
+def not_installed(what: str, package: str, missing: ImportError) -> Permanent:
+    """What a task ends with that needs a package which is not there."""
+    return Permanent(
+        f"{what} needs the package {package} ({missing}); "
+        "run: pip install -r requirements-agents.txt"
+    )

@@ -28,13 +28,15 @@ async def run_prompt(
 
     `on_piece` is told each piece of the answer as it comes.
     """
-    prompt = _prompt_of(task, settings.limits.max_prompt_bytes)
     model = task.payload.get("model") or settings.models.of_route(route)
     if not isinstance(model, str):
         raise Permanent("the model's name is to be a text")
-    schema = task.payload.get("format")
-    read = None if schema is None else reader(schema, settings.limits.max_result_bytes)
-    calls = _Calls(client, model, on_piece, schema)
+    # Prompts, schemas and answers may be long: what is done with them is not done on the loop's
+    # thread.
+    prompt, read = await in_thread(
+        f"preparation of task {task.task_id}", partial(_prepared, task, settings)
+    )
+    calls = _Calls(client, model, on_piece, task.payload.get("format"))
     try:
         result = await _result(calls, prompt, read)
     except CallEnded as ended:
@@ -79,18 +81,28 @@ class _Calls:
 async def _result(calls: _Calls, prompt: str, read: Read | None) -> dict[str, Any]:
     """The answer; one that does not follow its schema is sent back, once."""
     text = await calls.ask(prompt)
-    if read is None:
-        return {"text": storable(text)}
-    # The checks are not done on the loop's thread: an answer may be long.
     try:
-        value = await in_thread("check of an answer", partial(read, text))
+        return await in_thread("check of an answer", partial(_checked, text, read))
     except InvalidAnswer as complaint:
         text = await calls.ask(repair_prompt(prompt, text, complaint))
-        try:
-            value = await in_thread("check of an answer", partial(read, text))
-        except InvalidAnswer as again:
-            raise Failure(f"the model's answer does not follow the format: {again}") from again
-    return {"text": storable(text), "json": value}
+    try:
+        return await in_thread("check of an answer", partial(_checked, text, read))
+    except InvalidAnswer as again:
+        raise Failure(f"the model's answer does not follow the format: {again}") from again
+
+
+def _checked(text: str, read: Read | None) -> dict[str, Any]:
+    """What is kept of an answer; raises InvalidAnswer."""
+    if read is None:
+        return {"text": storable(text)}
+    return {"text": storable(text), "json": read(text)}
+
+
+def _prepared(task: ClaimedTask, settings: Settings) -> tuple[str, Read | None]:
+    """The prompt, and what reads the answer if it is to follow a schema; raises Permanent."""
+    prompt = _prompt_of(task, settings.limits.max_prompt_bytes)
+    schema = task.payload.get("format")
+    return prompt, None if schema is None else reader(schema, settings.limits.max_result_bytes)
 
 
 def _prompt_of(task: ClaimedTask, max_bytes: int) -> str:

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 Finished = tuple[Lease, Outcome]
 
+LONGEST_CLOSE_SECONDS = 10.0
 # A server that goes away so often under the same prompt may be brought down by it.
 MOST_HANG_UPS = 5
 
@@ -70,11 +71,17 @@ class Runner:
             self._loop.call_soon_threadsafe(self._begin_probing, name, 0.0)
 
     def close(self) -> None:
-        """End the loop; what still runs is cancelled and reports nothing more."""
-        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(timeout=10)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=10)
-        self._loop.close()
+        """End the loop; what still runs is cancelled and reports nothing more.
+
+        A loop that does not answer is left behind: the process can end without it.
+        """
+        closing = asyncio.run_coroutine_threadsafe(self._close(), self._loop)
+        closing.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
+        try:
+            closing.result(LONGEST_CLOSE_SECONDS)
+            self._thread.join(LONGEST_CLOSE_SECONDS)
+        except Exception as failed:
+            logger.exception("The runner cannot be closed in order: %s", type(failed).__name__)
 
     def start(self, task: ClaimedTask, route: str | None) -> None:
         """Begin `task`; its outcome will be among the finished."""
@@ -92,12 +99,14 @@ class Runner:
         return taken
 
     def _go_round(self) -> None:
-        """Run the loop until it is stopped, whatever the tasks of a tool do to it."""
+        """Run the loop until it is stopped, whatever else tries to end it."""
         while True:
             try:
-                return self._loop.run_forever()
+                self._loop.run_forever()
+                break
             except BaseException:  # a SystemExit, say, goes through asyncio to here
-                logger.exception("A tool tried to end the worker")
+                logger.exception("Something tried to end the runner")
+        self._loop.close()
 
     def _begin(self, task: ClaimedTask, route: str | None) -> None:
         self._running[task.lease] = self._loop.create_task(self._run(task, route))

@@ -13,3 +13,8 @@ def error_text(error: object, max_bytes: int) -> str:
     """What is recorded of an error: never empty, never longer than `max_bytes` of UTF-8."""
     text = storable(str(error)).strip() or type(error).__name__
     return text.encode()[:max_bytes].decode(errors="ignore")
+
+
+def shortened(text: str, longest: int = 80) -> str:
+    """`text` as it stands in a message: cut, and seen to be, if it is longer than that."""
+    return text if len(text) <= longest else f"{text[:longest]}…"

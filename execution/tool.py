@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from config import Settings
 from execution.errors import Failure, Permanent
-from execution.text import error_text
+from execution.text import error_text, shortened
 from execution.tools.context import PermanentError, ToolContext
 from execution.tools.registry import Registry, Tool
-from execution.tools.threads import DEAF_SECONDS
+from execution.tools.threads import in_thread
 from queries.leases import ClaimedTask, Outcome
 from runs.templates import TemplateError, fill
 
@@ -20,20 +21,20 @@ logger = logging.getLogger(__name__)
 
 
 class ToolCalls:
-    """Calls tools on the runner's loop; remembers the calls that nobody waits for any more."""
+    """Calls tools from the runner's loop, which runs nothing of theirs but MCP sessions."""
 
     def __init__(self, settings: Settings) -> None:
         """Raises ConfigError if `[tools]` names something that cannot be a tool."""
         self._settings = settings
         self._registry = Registry(settings)
-        self._left_behind: set[asyncio.Task[Any]] = set()
+        self._left_behind: set[asyncio.Task[Any]] = set()  # asyncio holds tasks by weak references
 
     async def run(self, task: ClaimedTask) -> Outcome:
         """Call the tool of a task; raises the errors of execution/errors.py.
 
         When this is cancelled it ends at once: the tool is told, and nobody waits until it listens.
         """
-        tool, args = self._read(task)
+        tool, args = await self._read(task)
         context = ToolContext(_key_of(task), task.attempt, task.task_id, self._settings)
         # A task of its own: whatever the tool cancels or is cancelled by, it is not us.
         calling = asyncio.create_task(_call(tool, args, context))
@@ -42,27 +43,31 @@ class ToolCalls:
         except asyncio.CancelledError:
             context.cancel()
             calling.cancel()
-            self._leave_behind(calling, task)
+            self._left_behind.add(calling)
+            calling.add_done_callback(self._left_behind.discard)
             raise
         result, error = calling.result()
         if error is not None:
-            raise self._verdict(task, error)
+            # Its text is of the tool's making, too.
+            verdict = partial(self._verdict, task, error)
+            raise await in_thread(f"error of task {task.task_id}", verdict)
         return Outcome("succeeded", result=result)
 
     async def close(self) -> None:
-        for calling in self._left_behind:
-            calling.cancel()
         await self._registry.close()
 
-    def _read(self, task: ClaimedTask) -> tuple[Tool, Mapping[str, Any]]:
+    async def _read(self, task: ClaimedTask) -> tuple[Tool, Mapping[str, Any]]:
         name, args = task.payload.get("tool"), task.payload.get("args")
         tool = self._registry.find(name) if isinstance(name, str) else None
         if tool is None:
             known = ", ".join(self._registry.names())
-            raise Permanent(f"this worker has no tool {str(name)[:80]!r}, only {known}")
+            # A failure that is retried: another worker may have been given it already.
+            raise Failure(f"this worker has no tool {shortened(str(name))!r}, only {known}")
         if task.run_id is not None:
-            try:
-                args = fill(args, task.outputs, self._settings.limits.max_result_bytes)
+            max_bytes = self._settings.limits.max_result_bytes
+            filling = partial(fill, args, task.outputs, max_bytes)
+            try:  # it may be large: not on the loop's thread
+                args = await in_thread(f"arguments of task {task.task_id}", filling)
             except TemplateError as refused:
                 raise Permanent(str(refused)) from refused
         if args is not None and not isinstance(args, Mapping):
@@ -74,15 +79,11 @@ class ToolCalls:
         max_bytes = self._settings.limits.max_error_bytes
         if isinstance(error, Failure | Permanent):
             return error
+        text = _text_of(error)  # before logging, which keeps other threads out of the log meanwhile
         if isinstance(error, PermanentError):
-            return Permanent(error_text(_text_of(error), max_bytes))
+            return Permanent(error_text(text, max_bytes))
         logger.warning("The tool of task %s failed", task.task_id, exc_info=error)
-        return Failure(f"{type(error).__name__}: {_text_of(error)}".removesuffix(": "))
-
-    def _leave_behind(self, calling: asyncio.Task[Any], task: ClaimedTask) -> None:
-        self._left_behind.add(calling)
-        calling.add_done_callback(self._left_behind.discard)
-        asyncio.get_running_loop().call_later(DEAF_SECONDS, _say_if_deaf, calling, task)
+        return Failure(f"{type(error).__name__}: {text}".removesuffix(": "))
 
 
 async def _call(
@@ -94,11 +95,6 @@ async def _call(
         return await tool.call(args, context), None
     except BaseException as error:
         return None, error
-
-
-def _say_if_deaf(calling: asyncio.Task[Any], task: ClaimedTask) -> None:
-    if not calling.done():
-        logger.warning("The tool of task %s was cancelled and does not listen", task.task_id)
 
 
 def _key_of(task: ClaimedTask) -> str:

@@ -1,8 +1,10 @@
 """Which JSON schemas a step may ask its model's answer to follow (`format`).
 
-They come from tenants, so only what is cheap to check in any case is let through: no regular
-expressions (one can keep a process busy for ever), references only to places of the same schema,
-no recursion, and a size that stays small when every reference is written out.
+They come from tenants, so the work of checking an answer has a bound. Taken are only schemas that
+are applied to each part of an answer once, at a cost that can be told in advance: no regular
+expressions (one can keep a process busy for ever), no uniqueItems (which compares each item with
+each), references only to places of the same schema, and no recursion. What a small one of these
+does to a long answer can still be too much: `work_of_check` counts it before it is done.
 """
 
 from __future__ import annotations
@@ -15,6 +17,11 @@ from urllib.parse import unquote
 MOST_BYTES = 64 * 1024
 MOST_SCHEMAS = 2000  # inside of one, with every reference written out
 DEEPEST = 40  # schemas inside of schemas
+# Keywords applied to values. Measured: a second or two at the worst, where each finds a fault.
+MOST_WORK = 300_000
+BYTES_COMPARED = 25  # so much of a keyword's value costs as much as one more keyword
+BYTES_QUOTED = 250  # and so much of a value that is quoted in what is said of it
+NAMES_LOOKED_UP = 20  # and so many properties that a value does not have
 
 TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 ONE = (
@@ -23,10 +30,18 @@ ONE = (
 )  # fmt: skip
 LIST = ("allOf", "anyOf", "oneOf", "prefixItems")
 NAMED = ("$defs", "definitions", "dependentSchemas", "properties")
+# Compared with all that they hold, or quoted whole in what is said of a value that is refused.
+HEAVY = ("const", "enum", "not", "oneOf")
+IGNORED = (
+    "$comment", "$defs", "$schema", "contentSchema", "default", "definitions", "deprecated",
+    "description", "examples", "readOnly", "title", "writeOnly",
+)  # fmt: skip
 # Why each is refused.
 REFUSED = {
+    "dependencies": "write dependentRequired or dependentSchemas",
     "pattern": "a regular expression can keep a process busy for ever",
     "patternProperties": "a regular expression can keep a process busy for ever",
+    "uniqueItems": "it compares each item with each",
     "unevaluatedItems": "it can take for ever to check",
     "unevaluatedProperties": "it can take for ever to check",
     "$dynamicRef": "only $ref is followed",
@@ -40,16 +55,27 @@ class FormatRefused(ValueError):
 
 
 def check_format(schema: Any) -> None:
-    """Raise FormatRefused unless `schema` is a JSON schema that is cheap to check by."""
+    """Raise FormatRefused unless `schema` is a JSON schema by which checking has a bound."""
     if not isinstance(schema, dict):
         raise FormatRefused("format is to be a JSON schema, an object")
     try:
-        size = len(json.dumps(schema, ensure_ascii=False).encode(errors="surrogatepass"))
+        size = _bytes_of(schema)
     except RecursionError as deep:
         raise FormatRefused("format is nested too deeply") from deep
     if size > MOST_BYTES:
         raise FormatRefused(f"format is {size} bytes long; the most is {MOST_BYTES}")
     _Check(schema).visit(schema, "#", (), 0)
+
+
+def work_of_check(schema: dict[str, Any], answer: Any) -> int:
+    """The most that it takes to check an answer by a schema that was taken, in keywords applied.
+
+    Is not counted to its end when it is more than MOST_WORK.
+    """
+    work = _Work(schema)
+    work.measure(answer)
+    work.add(schema, [answer])
+    return work.total
 
 
 class _Check:
@@ -86,16 +112,98 @@ class _Check:
         self.visit(self._target(reference, at), reference, (*inside, reference), depth)
 
     def _target(self, reference: str, at: str) -> Any:
-        here: Any = self._root
-        for part in reference.split("/")[1:]:
-            name = unquote(part).replace("~1", "/").replace("~0", "~")
-            if isinstance(here, dict) and name in here:
-                here = here[name]
-            elif isinstance(here, list) and name in map(str, range(len(here))):
-                here = here[int(name)]
-            else:
-                raise FormatRefused(f"{at}/$ref = {_short(reference)}: there is no such place")
-        return here
+        try:
+            return _place(self._root, reference)
+        except LookupError as missing:
+            said = f"{at}/$ref = {_short(reference)}: there is no such place"
+            raise FormatRefused(said) from missing
+
+
+class _Work:
+    """Goes through a schema that was taken together with all values that each part is applied to:
+    these are different parts of the answer, so no list of them is longer than it."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self.total = 0
+        self._root = root
+        self._bytes: dict[int, int] = {}  # of the answer's lists and objects, by id
+        self._weights: dict[int, int] = {}  # of schemas, by id
+
+    def measure(self, value: Any) -> int:
+        """About how long a value is when it is written out; remembered."""
+        if isinstance(value, str):
+            return len(value) + 2
+        if isinstance(value, dict):
+            parts = [len(name) + 4 + self.measure(member) for name, member in value.items()]
+        elif isinstance(value, list):
+            parts = [2 + self.measure(member) for member in value]
+        else:
+            return value.bit_length() // 3 if isinstance(value, int) else 8
+        self._bytes[id(value)] = sum(parts)
+        return self._bytes[id(value)]
+
+    def add(self, schema: Any, values: list[Any]) -> None:
+        """Count what one schema, and those inside of it, do to these values."""
+        if not values or self.total > MOST_WORK:
+            return
+        written = sum(self._bytes.get(id(one)) or self.measure(one) for one in values)
+        self.total += self._weight(schema) * (len(values) + written // BYTES_QUOTED)
+        if isinstance(schema, bool):
+            return
+        for child in self._of_the_same_value(schema):
+            self.add(child, values)
+        self._add_of_objects(schema, [one for one in values if isinstance(one, dict)])
+        self._add_of_lists(schema, [one for one in values if isinstance(one, list)])
+
+    def _of_the_same_value(self, schema: dict[str, Any]) -> Iterator[Any]:
+        yield from (
+            schema[keyword] for keyword in ("if", "then", "else", "not") if keyword in schema
+        )
+        for keyword in ("allOf", "anyOf", "oneOf"):
+            yield from schema.get(keyword, [])
+        yield from schema.get("dependentSchemas", {}).values()
+        if "$ref" in schema:
+            yield _place(self._root, schema["$ref"])
+
+    def _add_of_objects(self, schema: dict[str, Any], objects: list[dict[str, Any]]) -> None:
+        known = schema.get("properties", {})
+        for name, child in known.items():
+            self.add(child, [one[name] for one in objects if name in one])
+        if "additionalProperties" in schema:
+            rest = [part for one in objects for name, part in one.items() if name not in known]
+            self.add(schema["additionalProperties"], rest)
+        if "propertyNames" in schema:
+            self.add(schema["propertyNames"], [name for one in objects for name in one])
+
+    def _add_of_lists(self, schema: dict[str, Any], lists: list[list[Any]]) -> None:
+        first = schema.get("prefixItems", [])
+        for index, child in enumerate(first):
+            self.add(child, [one[index] for one in lists if index < len(one)])
+        if "items" in schema:
+            self.add(schema["items"], [part for one in lists for part in one[len(first) :]])
+        if "contains" in schema:
+            self.add(schema["contains"], [part for one in lists for part in one])
+
+    def _weight(self, schema: Any) -> int:
+        if isinstance(schema, bool):
+            return 1
+        if id(schema) not in self._weights:
+            self._weights[id(schema)] = _weight_of_one(schema)
+        return self._weights[id(schema)]
+
+
+def _place(root: dict[str, Any], reference: str) -> Any:
+    """What stands at `#/…`; raises LookupError."""
+    here: Any = root
+    for part in reference.split("/")[1:]:
+        name = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(here, dict) and name in here:
+            here = here[name]
+        elif isinstance(here, list) and name in map(str, range(len(here))):
+            here = here[int(name)]
+        else:
+            raise LookupError(name)
+    return here
 
 
 def _check_keywords(schema: dict[str, Any], at: str) -> None:
@@ -108,9 +216,26 @@ def _check_keywords(schema: dict[str, Any], at: str) -> None:
     for one in types if isinstance(types, list) else [types]:
         if one not in TYPES:
             raise FormatRefused(f"{at}/type = {_short(one)} is none of {', '.join(TYPES)}")
-    required = schema.get("required", [])
-    if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
+    if not _are_names(schema.get("required", [])):
         raise FormatRefused(f"{at}/required is to be a list of names")
+    dependent = schema.get("dependentRequired", {})
+    if not isinstance(dependent, dict) or not all(map(_are_names, dependent.values())):
+        raise FormatRefused(f"{at}/dependentRequired is to be an object of lists of names")
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+def _weight_of_one(schema: dict[str, Any]) -> int:
+    """Of a schema without those inside of it: its keywords, and what they compare and quote."""
+    weight = 1 + sum(keyword not in IGNORED for keyword in schema)
+    weight += len(schema.get("properties", {})) // NAMES_LOOKED_UP
+    weight += sum(
+        _bytes_of(schema[keyword]) // BYTES_COMPARED for keyword in HEAVY if keyword in schema
+    )
+    lists = [schema.get("required", []), *schema.get("dependentRequired", {}).values()]
+    return weight + sum(len(names) for names in lists)
 
 
 def _below(schema: dict[str, Any], at: str) -> Iterator[tuple[str, Any]]:
@@ -130,6 +255,10 @@ def _below(schema: dict[str, Any], at: str) -> Iterator[tuple[str, Any]]:
         for name, member in named.items():
             escaped = name.replace("~", "~0").replace("/", "~1")
             yield f"{keyword}/{escaped}", member
+
+
+def _bytes_of(value: Any) -> int:
+    return len(json.dumps(value, ensure_ascii=False).encode(errors="surrogatepass"))
 
 
 def _short(value: Any) -> str:

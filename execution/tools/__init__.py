@@ -10,7 +10,9 @@ two are for its author:
             raise PermanentError("a customer's number is 1 or more")  # a dead letter at once
         return crm.find(number, key=context.idempotency_key)          # any other error: retried
 
-Arguments are checked by the types of the parameters. What is returned has to be JSON.
+Arguments are checked by the types of the parameters. What is returned has to be JSON. Each call has
+a thread of its own, and an async function an event loop of its own, which ends with the call: what
+belongs to a loop (an httpx.AsyncClient, say) cannot be kept for the next one.
 """
 
 from execution.tools.context import PermanentError, ToolContext

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from execution.errors import Failure
+from execution.text import shortened
 from execution.tools.context import PermanentError, ToolContext
 
 DATA_SETS = Path(__file__).with_name("data_sets.json")
@@ -34,7 +35,9 @@ def fetch_data(name: str = "durable_queues") -> Any:
     """One of the data sets that are bundled: name, title, rows."""
     data_sets = _read_data_sets()
     if name not in data_sets:
-        raise PermanentError(f"there is no data set {name[:80]!r}, only {', '.join(data_sets)}")
+        raise PermanentError(
+            f"there is no data set {shortened(name)!r}, only {', '.join(data_sets)}"
+        )
     return {"name": name, **data_sets[name]}
 
 

@@ -1,7 +1,12 @@
-"""A tool that is a Python function: found by its name, its arguments checked, called."""
+"""A tool that is a Python function: found by its name, its arguments checked, called.
+
+All of that happens in a thread of the call's own, with an event loop of its own for an async
+function: whatever it does there, and however long, no other task waits for it.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
 import json
@@ -14,9 +19,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from config import ConfigError
 from execution.errors import Permanent
+from execution.text import shortened
 from execution.tools.context import ToolContext
 from execution.tools.results import storable_result
-from execution.tools.threads import Thread, in_thread
+from execution.tools.threads import OwnLoop, Thread
 
 MOST_PROBLEMS_TOLD = 5
 
@@ -27,7 +33,6 @@ class FunctionTool:
 
     name: str
     function: Callable[..., Any]
-    is_async: bool
     parameters: Mapping[str, TypeAdapter[Any]]
     required: frozenset[str]
     rest: TypeAdapter[Any] | None  # of **rest: takes arguments of any name
@@ -35,17 +40,19 @@ class FunctionTool:
 
     async def call(self, args: Mapping[str, Any], context: ToolContext) -> Any:
         """The function's result, storable; raises what the function raises, and Permanent."""
-        call = partial(self.function, **self._read(args, context))
-        max_bytes = context.settings.limits.max_result_bytes
+        loop = OwnLoop()
         title = f"tool {self.name} of task {context.task_id}"
-        if self.is_async:
-            result = await call()
-        else:
-            result = await Thread(title, call).result()
-            if inspect.isawaitable(result):  # an async function behind a decorator
-                result = await result
-        # It may be large: not on the loop's thread.
-        return await in_thread(title, partial(storable_result, result, max_bytes))
+        call = partial(self._call, args, context, loop)
+        return await Thread(title, call, on_cancel=loop.cancel, afterwards=loop.close).result()
+
+    def _call(self, args: Mapping[str, Any], context: ToolContext, loop: OwnLoop) -> Any:
+        values = self._read(args, context)
+        if context.cancelled:
+            raise asyncio.CancelledError
+        result = self.function(**values)
+        if inspect.isawaitable(result):  # an async function, maybe behind a decorator
+            result = loop.run(result)
+        return storable_result(result, context.settings.limits.max_result_bytes)
 
     def _read(self, args: Mapping[str, Any], context: ToolContext) -> dict[str, Any]:
         """The arguments as the function takes them, or Permanent with what is wrong with them."""
@@ -54,7 +61,7 @@ class FunctionTool:
         for name, given in args.items():
             adapter = self.parameters.get(name, self.rest)
             if adapter is None or name == self.context_name:
-                problems.append(f"there is no {_short(name)}")
+                problems.append(f"there is no {shortened(name)}")
                 continue
             try:
                 # As JSON, strictly: "5" is no number, but a text may be a date.
@@ -107,23 +114,16 @@ def _described(name: str, function: Callable[..., Any]) -> FunctionTool:
             adapters[parameter.name] = TypeAdapter(wanted)
             if parameter.default is parameter.empty:
                 required.add(parameter.name)
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004 - an object that is called like a function
-    )
-    return FunctionTool(name, function, is_async, adapters, frozenset(required), rest, context_name)
+    return FunctionTool(name, function, adapters, frozenset(required), rest, context_name)
 
 
 def _in_plain_words(name: str, refused: ValidationError | RecursionError) -> list[str]:
     if isinstance(refused, RecursionError):
-        return [f"{_short(name)} is nested too deeply"]
+        return [f"{shortened(name)} is nested too deeply"]
     return [
-        f"{'.'.join([_short(name), *map(str, error['loc'])])}: {error['msg']}"
+        f"{'.'.join([shortened(name), *map(str, error['loc'])])}: {error['msg']}"
         for error in refused.errors(include_url=False, include_context=False, include_input=False)
     ]
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= 80 else f"{name[:80]}…"
 
 
 def _said(failed: BaseException) -> str:

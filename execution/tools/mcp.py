@@ -1,14 +1,15 @@
 """Tools of MCP servers, by the official SDK (`mcp`, version 2), which is imported when needed.
 
 A server is started, or connected to, by the first call, and the session is kept for later ones. A
-session whose server has died is replaced by the next call.
+session that is gone is replaced; calls that still wait for an answer of the old one keep it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -17,19 +18,18 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from config import McpServer, Settings
-from execution.errors import Failure, Permanent
+from execution.errors import Failure, Permanent, not_installed
 from execution.tools.context import ToolContext
 from execution.tools.results import storable_result
 from execution.tools.threads import in_thread
 
 logger = logging.getLogger(__name__)
 
-INSTALL = "pip install -r requirements-agents.txt"
 LONGEST_CLOSE_SECONDS = 6.0  # the SDK ends a command in 2 + 2 s
 
 
 @dataclass(frozen=True)
-class McpTool:
+class RemoteTool:
     """One tool of a server."""
 
     name: str
@@ -39,12 +39,15 @@ class McpTool:
     async def call(self, args: Mapping[str, Any], context: ToolContext) -> Any:
         """Its structured content, else its text; raises Failure or Permanent."""
         result = await self.session.call_tool(self.remote_name, dict(args), _meta(context))
+        # It may be large: not on the loop's thread.
+        read = partial(self._read, result, context.settings.limits.max_result_bytes)
+        return await in_thread(f"result of {self.name}", read)
+
+    def _read(self, result: Any, max_bytes: int) -> Any:
         value = _value(result)
         if result.is_error:
             raise Failure(f"the tool {self.name} failed: {value}")
-        max_bytes = context.settings.limits.max_result_bytes
-        clean = partial(storable_result, value, max_bytes)
-        return await in_thread(f"result of {self.name}", clean)
+        return storable_result(value, max_bytes)
 
 
 class McpServers:
@@ -54,24 +57,39 @@ class McpServers:
         self._settings = settings
         self._sessions: dict[McpServer, Session] = {}
 
-    def tool(self, name: str, server: McpServer) -> McpTool:
+    def tool(self, name: str, server: McpServer) -> RemoteTool:
         place = server.model_copy(update={"tool": None})
         if place not in self._sessions:
             seconds = self._settings.mcp.start_timeout_seconds
             self._sessions[place] = Session(place, seconds)
-        return McpTool(name, server.tool or name, self._sessions[place])
+        return RemoteTool(name, server.tool or name, self._sessions[place])
 
     async def close(self) -> None:
         await asyncio.gather(*(session.close() for session in self._sessions.values()))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Link:
-    """An open client, or one that is being opened, and the task that keeps it."""
+    """An open client, or one that is being opened, the task that keeps it, and who needs it."""
 
     opening: asyncio.Future[Any]  # of the client
     enough: asyncio.Event
     keeper: asyncio.Task[None]
+    calls: int = 0
+    is_replaced: bool = False
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        self.calls += 1
+        try:
+            yield
+        finally:
+            self.calls -= 1
+            self.end_unless_needed()
+
+    def end_unless_needed(self) -> None:
+        if self.is_replaced and not self.calls:
+            self.enough.set()
 
 
 class _Gone(Exception):
@@ -89,10 +107,10 @@ class Session:
         self._server = server
         self._start_timeout_seconds = start_timeout_seconds
         self._link: _Link | None = None
-        self._keepers: set[asyncio.Task[None]] = set()
+        self._links: set[_Link] = set()  # the one before, too, while calls wait there
 
     async def call_tool(self, name: str, args: dict[str, Any], meta: dict[str, Any]) -> Any:
-        """The SDK's CallToolResult; a session that turns out to be dead is replaced, once.
+        """The SDK's CallToolResult; a session that turns out to be gone is replaced, once.
 
         Cancelling this tells the server that nobody waits for the answer.
         """
@@ -100,27 +118,35 @@ class Session:
         is_fresh = self._link is None
         while True:
             link = self._link = self._link or self._open(sdk)
-            client = await asyncio.shield(link.opening)
-            try:
-                return await _while_kept(link.keeper, client.call_tool(name, args, meta=meta))
-            except _Gone as gone:
-                ended: Exception = gone
-            except sdk.MCPError as refused:
-                if refused.code not in sdk.SESSION_GONE:
-                    raise _refusal(sdk, refused) from refused
-                ended = refused
-            self._forget(link)
+            with link.in_use():
+                client = await asyncio.shield(link.opening)
+                try:
+                    return await _while_kept(link.keeper, client.call_tool(name, args, meta=meta))
+                except _Gone as gone:
+                    ended: Exception = gone
+                except sdk.MCPError as refused:
+                    if not self._is_gone(sdk, refused.code, is_fresh):
+                        raise _refusal(sdk, refused) from refused
+                    ended = refused
+                self._replace(link)
             if is_fresh:
                 raise Failure(f"the MCP server {self._place} went away: {ended}") from ended
             is_fresh = True
 
+    def _is_gone(self, sdk: Any, code: int, is_fresh: bool) -> bool:
+        """Whether an error means that the session is no more, and not that the call is refused."""
+        if code == sdk.SESSION_UNKNOWN:  # of a server that was restarted, or of one that refuses
+            return self._server.url is not None and not is_fresh
+        return bool(code == sdk.CONNECTION_CLOSED)
+
     async def close(self) -> None:
         """End the session; a server that does not end in time is left alone."""
-        if self._link is not None:
-            self._forget(self._link)
-        if self._keepers:
-            await asyncio.wait(self._keepers, timeout=LONGEST_CLOSE_SECONDS)
-        for keeper in self._keepers:
+        for link in self._links:
+            link.enough.set()
+        keepers = [link.keeper for link in self._links]
+        if keepers:
+            await asyncio.wait(keepers, timeout=LONGEST_CLOSE_SECONDS)
+        for keeper in keepers:
             keeper.cancel()
 
     @property
@@ -136,13 +162,14 @@ class Session:
         opening.add_done_callback(lambda done: done.cancelled() or done.exception())
         enough = asyncio.Event()
         keeper = asyncio.create_task(self._keep(sdk, opening, enough))
-        self._keepers.add(keeper)
-        keeper.add_done_callback(self._keepers.discard)
-        return _Link(opening, enough, keeper)
+        link = _Link(opening, enough, keeper)
+        self._links.add(link)
+        keeper.add_done_callback(lambda _: self._links.discard(link))
+        return link
 
-    def _forget(self, link: _Link) -> None:
-        """Let the next call open another session."""
-        link.enough.set()
+    def _replace(self, link: _Link) -> None:
+        """Let the next call open another session, beside this one as long as calls wait there."""
+        link.is_replaced = True
         if self._link is link:
             self._link = None
 
@@ -225,7 +252,5 @@ def _sdk() -> Any:
     try:
         from execution.tools import mcp_sdk
     except ImportError as missing:
-        raise Permanent(
-            f"a tool of an MCP server needs the package mcp ({missing}); run: {INSTALL}"
-        ) from missing
+        raise not_installed("a tool of an MCP server", "mcp", missing) from missing
     return mcp_sdk

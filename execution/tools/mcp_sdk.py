@@ -12,10 +12,11 @@ from mcp_types import CONNECTION_CLOSED, INVALID_PARAMS, INVALID_REQUEST, METHOD
 
 from config import McpServer
 
-__all__ = ["SESSION_GONE", "WILL_NOT_CHANGE", "MCPError", "open_client"]
+__all__ = ["CONNECTION_CLOSED", "SESSION_UNKNOWN", "WILL_NOT_CHANGE", "MCPError", "open_client"]
 
-# The second one: a server behind a URL that was restarted does not know the session any more.
-SESSION_GONE = (CONNECTION_CLOSED, INVALID_REQUEST)
+# What the SDK makes of a 404: a server behind a URL that was restarted does not know the session
+# any more. A server that takes a call for none uses the same number.
+SESSION_UNKNOWN = INVALID_REQUEST
 WILL_NOT_CHANGE = (INVALID_PARAMS, METHOD_NOT_FOUND)
 
 

@@ -21,7 +21,18 @@ SAMPLES = "tests.support.sample_tools"
 MCP_SERVER = Path(__file__).parent.parent / "support" / "mcp_server.py"
 TOOLS: dict[str, Any] = {
     name: f"{SAMPLES}:{name}"
-    for name in ("add", "give", "fail", "fail_async", "told", "listen", "deaf", "deaf_async", "die")
+    for name in (
+        "add",
+        "give",
+        "fail",
+        "fail_async",
+        "told",
+        "listen",
+        "deaf",
+        "deaf_async",
+        "block",
+        "die",
+    )
 } | {"leave": f"{SAMPLES}:exit_from_a_task_of_its_own"}
 
 
@@ -133,13 +144,20 @@ def test_a_tool_s_permanent_error_is_a_dead_letter_at_once(bench: Bench) -> None
     assert row["last_error"] == "no such customer"
 
 
-def test_wrong_arguments_and_unknown_tools_are_dead_letters_that_say_what_is_wrong(
+def test_a_tool_that_this_worker_does_not_have_is_tried_again_where_there_may_be_another(
+    bench: Bench,
+) -> None:
+    row = play(bench, "nope", max_retry=1)
+    assert row["reason"] == "max_retry"
+    assert "this worker has no tool 'nope', only add, " in row["last_error"]
+
+
+def test_wrong_arguments_are_dead_letters_that_say_what_is_wrong(
     bench: Bench,
 ) -> None:
     for tool, args, says in (
         ("add", {"a": "1", "z": 1}, "there is no z"),
         ("add", [], "an object"),
-        ("nope", {}, "this worker has no tool 'nope', only add, "),
     ):
         row = play(bench, tool, args)
         assert (row["reason"], row["attempt"]) == ("permanent", 1)
@@ -165,7 +183,7 @@ def test_a_tool_that_exits_from_a_task_of_its_own_ends_no_worker(bench: Bench) -
 # --- stopping --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tool", ["listen", "deaf", "deaf_async"])
+@pytest.mark.parametrize("tool", ["listen", "deaf", "deaf_async", "block"])
 def test_a_tool_task_that_is_cancelled_ends_within_a_heartbeat_whether_it_listens_or_not(
     bench: Bench, tool: str
 ) -> None:
@@ -186,18 +204,29 @@ def test_a_tool_task_that_runs_longer_than_it_may_is_a_dead_letter(bench: Bench)
     assert (row["reason"], row["retry_count"]) == ("deadline", 1)
 
 
+def test_an_async_tool_that_blocks_meets_its_deadline_and_holds_nobody_up(bench: Bench) -> None:
+    blocking = submit(bench.queue, "block", timeout_seconds=1)
+    bench.queue.await_status(blocking, "RUNNING")
+    neighbour = submit(bench.queue, "flaky", {"failures": 0}, timeout_seconds=20)
+    assert bench.queue.await_final(neighbour)["status"] == "SUCCEEDED"
+    row = bench.queue.await_final(blocking)
+    assert (row["status"], row["reason"]) == ("FAILED", "deadline")
+    bench.queue.check([blocking, neighbour])
+
+
 def test_a_worker_ends_although_a_tool_does_not(
     processes: Processes, queue: Queue, fake: FakeOllama
 ) -> None:
     processes.configure(tools=TOOLS)
     worker = processes.worker()
-    deaf = [submit(queue, "deaf"), submit(queue, "deaf_async")]
+    deaf = [submit(queue, tool) for tool in ("deaf", "deaf_async", "block")]
     for task_id in deaf:
         queue.await_status(task_id, "RUNNING")
     worker.signal(signal.SIGTERM)
     eventually(lambda: "action=stopping" in worker.log)
     worker.signal(signal.SIGTERM)
     assert worker.wait(30) == 0
+    assert "Traceback" not in worker.log
     for task_id in deaf:
         row = queue.row(task_id)
         assert (row["status"], row["reason"], row["delivery_count"]) == ("PENDING", "released", 0)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+from mcp import MCPError
 from mcp.server.mcpserver import Context, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
@@ -52,6 +53,12 @@ def meta(ctx: Context) -> str:
 @server.tool(structured_output=False)
 def secret(name: str) -> str:
     return os.environ.get(name, "none")
+
+
+@server.tool()
+def refuse(code: int) -> str:
+    note("refused", code)
+    raise MCPError(code, "not like this")
 
 
 @server.tool()

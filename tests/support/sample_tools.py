@@ -166,6 +166,17 @@ async def exit_from_a_task_of_its_own() -> str:
     return "still here"
 
 
+class Slow(Exception):
+    def __str__(self) -> str:
+        RELEASED.wait(600)
+        return "slow"
+
+
+def fail_slowly() -> NoReturn:
+    """Raise an error whose text takes for ever."""
+    raise Slow
+
+
 def die() -> None:
     """Take the whole worker along."""
     os._exit(7)
@@ -200,6 +211,28 @@ async def deaf_async(seconds: float = 600) -> str:
             SEEN.append("deaf_async: heard and went on")
     SEEN.append("deaf_async: done")
     return "done"
+
+
+async def block(seconds: float = 600) -> str:
+    """Hold up the event loop that runs it, which an async function ought not to do."""
+    RELEASED.wait(seconds)
+    SEEN.append("block: done")
+    return "done"
+
+
+async def leave_a_task_behind() -> str:
+    async def linger() -> None:
+        try:
+            await asyncio.sleep(600)
+        finally:
+            SEEN.append("linger: ended")
+
+    LEFT.append(asyncio.create_task(linger()))
+    await asyncio.sleep(0)
+    return "done"
+
+
+LEFT: list[asyncio.Task[None]] = []
 
 
 # --- what cannot be a tool -------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from runs.formats import FormatRefused, check_format
+from runs.formats import MOST_WORK, FormatRefused, check_format, work_of_check
 
 PERSON = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -82,6 +82,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a place of its own": ({"properties": {"a": {"$id": "http://x/"}}}, "#/properties/a/$id"),
     "another dialect inside": ({"items": {"$schema": "x"}}, "#/items/$schema"),
     "a dynamic reference": ({"$dynamicRef": "#a"}, "#/$dynamicRef"),
+    "items that are all different": (
+        {"properties": {"a": {"uniqueItems": True}}}, "#/properties/a/uniqueItems is not taken: "),
+    "names that are none": ({"dependentRequired": {"a": [1, "b"]}}, "#/dependentRequired is to be"),
+    "names that are no object": ({"dependentRequired": ["a"]}, "#/dependentRequired is to be"),
+    "dependencies of two kinds": ({"dependencies": {"a": [1]}}, "write dependentRequired"),
     "what can take for ever": ({"unevaluatedProperties": False}, "#/unevaluatedProperties"),
     "definitions that double each time": (LAUGHS, "more than 2000 schemas"),
     "a long chain": (CHAIN, "too deeply"),
@@ -106,3 +111,48 @@ def test_a_schema_that_could_do_harm_is_refused_and_the_part_named(schema: Any, 
     assert says in str(refused.value)
     assert len(str(refused.value)) < 500
     assert time.monotonic() - begun < 10
+
+
+# --- how much work an answer is --------------------------------------------------------------
+
+ONE = {"type": "integer"}
+LONG = {"a": [1] * 500, "b": ["x" * 100] * 500, "c": {f"k{n}": n for n in range(500)}}
+MUCH = {
+    "many schemas for each item": ({"items": {"allOf": [{}] * 1900}}, [1] * 500),
+    "many alternatives": ({"items": {"anyOf": [{"type": "string"}] * 900}}, [1] * 500),
+    "many references": (
+        {"items": {"oneOf": [{"$ref": "#/$defs/a"}] * 900}, "$defs": {"a": ONE}}, [1] * 500),
+    "a long enum": ({"items": {"enum": list(range(10_000))}}, [-1] * 500),
+    "a long constant": ({"items": {"const": "x" * 50_000}}, [-1] * 500),
+    "many names": ({"items": {"required": [f"n{n}" for n in range(5000)]}}, [{}] * 500),
+    "many names that others need": (
+        {"items": {"dependentRequired": {"a": [f"n{n}" for n in range(5000)]}}}, [{"a": 1}] * 500),
+    "a long schema that is quoted": ({"items": {"not": {"title": "x" * 60_000}}}, [1] * 500),
+    "a long value that is quoted": ({"anyOf": [False] * 1900}, "x" * 1_000_000),
+    "many properties that are not there": (
+        {"items": {"properties": {f"n{n}": True for n in range(1900)}}}, [{}] * 50_000),
+    "all of it at any depth": (
+        {"additionalProperties": {"items": {"prefixItems": [{}, {"not": {"if": {"contains": {
+            "dependentSchemas": {"a": {"then": {"propertyNames": {"allOf": [{}] * 1500}}}}}}}}]}}},
+        {"a": [[1, [{"a": {}, "b": 1}] * 500]]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "answer"), MUCH.values(), ids=MUCH.keys())
+def test_an_answer_that_is_too_much_work_by_its_schema_is_known_before_it_is_done(
+    schema: dict[str, Any], answer: Any
+) -> None:
+    check_format(schema)
+    begun = time.monotonic()
+    assert work_of_check(schema, answer) > MOST_WORK
+    assert time.monotonic() - begun < 5
+
+
+def test_only_what_is_applied_to_a_value_counts() -> None:
+    part = {"type": "object", "properties": {f"p{n}": ONE for n in range(10)}, "required": ["p1"]}
+    schema = {"type": "array", "items": {"$ref": "#/$defs/part"}, "$defs": {"part": part}}
+    check_format(schema)
+    assert work_of_check(schema, "a text") == 3
+    assert work_of_check(schema, [{"p1": 5}]) == 3 + 2 + 5 + 2
+    assert work_of_check(schema, [{f"p{n}": 5 for n in range(10)}] * 4000) < MOST_WORK
+    assert work_of_check({"additionalProperties": ONE, "properties": {"a": {}}}, LONG) < 1500

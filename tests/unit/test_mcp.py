@@ -27,7 +27,8 @@ pytest.importorskip("mcp", reason="needs mcp: pip install -r requirements-agents
 
 SERVER = Path(__file__).parent.parent / "support" / "mcp_server.py"
 PROGRAM = [sys.executable, "-P", str(SERVER)]  # -P: its folder has modules with common names
-TOOLS = ("add", "person", "say", "fail", "meta", "secret", "die", "wait", "nope")
+TOOLS = ("add", "person", "say", "fail", "meta", "secret", "refuse", "die", "wait", "nope")
+INVALID_REQUEST = -32600
 TOKEN = "00000000-0000-4000-8000-000000000000"
 
 
@@ -195,6 +196,49 @@ def test_who_is_cancelled_while_the_server_starts_takes_nobody_along(tmp_path: P
 
     with_calls(settings_of(by_command(tmp_path)), body)
     assert len(lines(tmp_path, "started")) == 1
+
+
+# --- calls that are refused ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "times"), [("command", 1), ("url", 2)])
+def test_a_call_that_is_refused_harms_no_other_of_its_session(
+    tmp_path: Path, http_server: Callable[[], str], kind: str, times: int
+) -> None:
+    async def body(call: Call, calls: ToolCalls) -> None:
+        waiting = asyncio.ensure_future(call("wait", seconds=1.5))
+        await until(lambda: lines(tmp_path, "waiting"))
+        with pytest.raises(Failure, match="refused the call: not like this"):
+            await call("refuse", code=INVALID_REQUEST)
+        # A server behind a URL may have forgotten the session: asked again in a new one.
+        assert lines(tmp_path, "refused") == [str(INVALID_REQUEST)] * times
+        assert await call("add", a=1, b=2) == {"result": 3}
+        assert not waiting.done()
+        assert await waiting == {"result": "waited"}
+        assert lines(tmp_path, "waiting") == ["once"]
+        assert await call("add", a=2, b=2) == {"result": 4}
+
+    place = by_command(tmp_path) if kind == "command" else {"url": http_server()}
+    with_calls(settings_of(place), body)
+    assert len(lines(tmp_path, "started")) == 1
+    assert lines(tmp_path, "cancelled") == []
+
+
+def test_a_session_that_was_replaced_ends_with_the_last_call_that_needs_it(
+    tmp_path: Path, http_server: Callable[[], str]
+) -> None:
+    async def body(call: Call, calls: ToolCalls) -> None:
+        (session,) = calls._registry._servers._sessions.values()
+        waiting = asyncio.ensure_future(call("wait", seconds=1))
+        await until(lambda: lines(tmp_path, "waiting"))
+        for _ in range(3):
+            with pytest.raises(Failure):
+                await call("refuse", code=INVALID_REQUEST)
+        await until(lambda: len(session._links) == 2)
+        await waiting
+        await until(lambda: len(session._links) == 1)
+
+    with_calls(settings_of({"url": http_server()}), body)
 
 
 # --- servers that are away -------------------------------------------------------------------

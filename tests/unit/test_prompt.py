@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import dataclasses
 import json
+import threading
 import urllib.request
 from collections.abc import Iterator
 from decimal import Decimal
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from execution import answers
+from execution import prompt as prompt_module
 from execution.routes import Routes
 from execution.runner import Finished, Runner
 from queries.leases import ClaimedTask, Lease, Outcome
@@ -251,11 +253,57 @@ def test_a_format_that_is_refused_is_permanent_and_costs_no_call(
     assert prompts(fake) == []
 
 
+def test_an_answer_that_is_too_much_work_to_check_is_a_failure_that_says_so(
+    fake: FakeOllama,
+) -> None:
+    fake.on("Hi", [answer(json.dumps([1] * 500))] * 2)
+    schema = {"items": {"allOf": [{}] * 1900}}
+    outcome = run(fake, {"prompt": "Hi", "format": schema})
+    assert outcome.verdict == "failure"
+    assert "it is too long: to check it by this schema" in (outcome.error or "")
+
+
+def test_a_schema_is_read_once_for_many_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[object] = []
+    monkeypatch.setattr(answers, "check_format", checked.append)
+    for _ in range(3):
+        assert answers.reader({"title": "read once"}, 1000)("5") == 5
+    assert checked == [{"title": "read once"}]
+    for n in range(2 * answers.MOST_SCHEMAS_KEPT):
+        answers.reader({"title": f"read {n}"}, 1000)
+    assert answers._validator.cache_info().currsize == answers.MOST_SCHEMAS_KEPT
+
+
+def test_prompts_schemas_and_answers_are_read_off_the_runner_s_loop(
+    fake: FakeOllama, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def noted(name: str) -> None:
+        real = getattr(prompt_module, name)
+
+        def call(*args: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return real(*args)
+
+        monkeypatch.setattr(prompt_module, name, call)
+
+    for name in ("fill", "reader", "storable"):
+        noted(name)
+    fake.on("Hi", answer('{"name": "Ada"}'))
+    outputs = {Reference("a"): "Hi"}
+    assert run(fake, {"prompt": "{{ a.output }}", "format": PERSON}, outputs).result
+    assert run(fake, {"prompt": "Hello"}).result
+    assert len(threads) == 5
+    assert "runner" not in threads
+
+
 def test_a_schema_is_fetched_from_nowhere_even_if_it_were_let_through(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fetched: list[object] = []
     monkeypatch.setattr(answers, "check_format", lambda schema: None)
+    monkeypatch.setattr(answers, "work_of_check", lambda schema, value: 0)
     monkeypatch.setattr(urllib.request, "urlopen", lambda *args, **more: fetched.append(args))
     read = answers.reader({"$ref": "http://127.0.0.1:9/schema"}, 1000)
     with pytest.raises(Exception, match=r"127\.0\.0\.1:9"):

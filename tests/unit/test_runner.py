@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from execution import runner as runner_module
 from execution.routes import Routes
 from execution.runner import Finished, Runner
 from queries.leases import ClaimedTask, Lease, Outcome
@@ -86,3 +90,41 @@ def test_a_task_that_runs_longer_than_it_may_ends_of_its_deadline(fake: FakeOlla
     outcome = run(fake.url, timeout_seconds=0.2)
     assert (outcome.verdict, outcome.route) == ("deadline", "local")
     assert "0.2 s" in (outcome.error or "")
+
+
+# --- the loop --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def runner() -> Iterator[Runner]:
+    settings = SETTINGS
+    runner = Runner(settings, Routes(settings.routing, decide_route), lambda: None, lambda *_: None)
+    runner.open()
+    yield runner
+    eventually(lambda: runner._loop.is_closed())
+
+
+def test_a_loop_that_does_not_answer_is_left_behind_and_ends_when_it_does(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runner_module, "LONGEST_CLOSE_SECONDS", 0.1)
+    blocked, released = threading.Event(), threading.Event()
+
+    def block() -> Any:
+        blocked.set()
+        released.wait(60)
+
+    runner._loop.call_soon_threadsafe(block)
+    assert blocked.wait(10)
+    runner.close()
+    assert "cannot be closed in order: TimeoutError" in caplog.text
+    released.set()
+
+
+def test_what_tries_to_end_the_loop_s_thread_does_not(
+    runner: Runner, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner._loop.call_soon_threadsafe(sys.exit, 3)
+    eventually(lambda: "tried to end the runner" in caplog.text)
+    runner.close()
+    assert not runner._thread.is_alive()

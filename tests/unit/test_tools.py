@@ -20,8 +20,10 @@ from execution.errors import CallEnded, Failure, Permanent
 from execution.routes import Routes
 from execution.runner import Finished, Runner
 from execution.tool import ToolCalls
+from execution.tools import ToolContext
+from execution.tools.functions import FunctionTool, load_function
 from queries.leases import ClaimedTask, Lease, Outcome
-from runs.templates import Reference
+from runs.templates import Reference, fill
 from scheduler import decide_route
 from tests.conftest import settings_for
 from tests.support import sample_tools
@@ -31,6 +33,7 @@ TOKEN = "00000000-0000-4000-8000-000000000000"
 SAMPLES = [
     "add", "add_async", "typed", "numbers", "counted", "told", "greet", "decorated", "give", "fail",
     "fail_async", "cancel_itself", "exit_from_a_task_of_its_own", "listen", "deaf", "deaf_async",
+    "block", "leave_a_task_behind", "fail_slowly",
 ]  # fmt: skip
 SETTINGS = settings_for(
     "postgresql://nobody@nowhere/none",
@@ -145,10 +148,11 @@ def test_no_arguments_are_an_empty_object() -> None:
 
 
 @pytest.mark.parametrize("tool", ["nope", None, 5, ["echo"], ""])
-def test_a_tool_that_is_not_there_is_permanent_and_the_others_are_named(tool: Any) -> None:
-    said = refused(tool)
-    assert repr(str(tool)) in said
-    assert "echo, " in said
+def test_a_tool_that_is_not_there_is_a_failure_and_the_others_are_named(tool: Any) -> None:
+    with pytest.raises(Failure) as failed:
+        call(tool)
+    assert repr(str(tool)) in str(failed.value)
+    assert "echo, " in str(failed.value)
 
 
 def test_a_function_is_told_a_key_that_stays_and_an_attempt_that_counts() -> None:
@@ -262,7 +266,7 @@ def finished(runner: Runner, seconds: float = 10) -> tuple[int, Outcome]:
     return lease.task_id, outcome
 
 
-@pytest.mark.parametrize("tool", ["listen", "deaf", "deaf_async", "sleep"])
+@pytest.mark.parametrize("tool", ["listen", "deaf", "deaf_async", "block", "sleep"])
 def test_a_deadline_is_kept_whether_the_tool_listens_or_not(
     runner: Runner, tool: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -271,14 +275,14 @@ def test_a_deadline_is_kept_whether_the_tool_listens_or_not(
     runner.start(task_of(tool, args, timeout_seconds=0.2), None)
     assert finished(runner)[1].verdict == "deadline"
     assert time.monotonic() - begun < 10
-    if tool.startswith("deaf"):
+    if tool in ("deaf", "deaf_async", "block"):
         eventually(lambda: "does not listen" in caplog.text)
         assert "ask 7" in caplog.text
     elif tool == "listen":
         eventually(lambda: sample_tools.SEEN == ["listen: True, True"])
 
 
-@pytest.mark.parametrize("tool", ["listen", "deaf", "deaf_async", "sleep"])
+@pytest.mark.parametrize("tool", ["listen", "deaf", "deaf_async", "block", "sleep"])
 def test_a_cancelled_tool_is_told_and_not_waited_for(runner: Runner, tool: str) -> None:
     args = {"seconds": 60} if tool == "sleep" else {}
     task = task_of(tool, args)
@@ -310,14 +314,61 @@ def test_fifty_stuck_threads_hold_nobody_up(runner: Runner) -> None:
     assert time.monotonic() - begun < 10
 
 
-def test_a_tool_that_exits_from_a_task_of_its_own_leaves_the_worker_alive(
-    runner: Runner, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("tool", ["block", "fail_slowly"])
+def test_a_tool_that_blocks_its_event_loop_holds_nobody_up(runner: Runner, tool: str) -> None:
+    runner.start(task_of(tool, {}, timeout_seconds=1), None)
+    runner.start(task_of("add_async", {"a": 1}, number=8), None)
+    assert finished(runner)[0] == 8
+    number, outcome = finished(runner)
+    assert (number, outcome.verdict) == (7, "deadline")
+
+
+def test_a_tool_that_exits_from_a_task_of_its_own_leaves_the_worker_alive(runner: Runner) -> None:
     runner.start(task_of("exit_from_a_task_of_its_own", {}), None)
-    assert finished(runner)[1].verdict in ("succeeded", "failure")
+    outcome = finished(runner)[1]
+    assert (outcome.verdict, outcome.error) == ("failure", "SystemExit: 3")
     runner.start(task_of("add", {"a": 1}), None)
     assert finished(runner)[1].result == 3
-    assert "tried to end the worker" in caplog.text
+
+
+def test_what_a_tool_leaves_on_its_loop_is_ended_after_it(runner: Runner) -> None:
+    runner.start(task_of("leave_a_task_behind", {}), None)
+    assert finished(runner)[1].result == "done"
+    eventually(lambda: sample_tools.SEEN == ["linger: ended"])
+
+
+def test_a_tool_that_is_cancelled_before_its_arguments_are_read_is_not_called() -> None:
+    sample_tools.SEEN.clear()
+
+    async def run() -> None:
+        tool = load_function("block", "tests.support.sample_tools:block")
+        context = ToolContext("k", 1, 7, SETTINGS)
+        context.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await tool.call({}, context)
+
+    asyncio.run(run())
+    assert sample_tools.SEEN == []
+
+
+def test_large_arguments_are_filled_in_and_read_off_the_runner_s_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def noted(function: Any) -> Any:
+        def call(*args: Any, **more: Any) -> Any:
+            threads.append(threading.current_thread())
+            return function(*args, **more)
+
+        return call
+
+    monkeypatch.setattr("execution.tool.fill", noted(fill))
+    monkeypatch.setattr(FunctionTool, "_read", noted(FunctionTool._read))
+    step = step_of("add", {"a": "{{ n.output }}"}, {Reference("n"): 40})
+    assert asyncio.run(outcome_of(step)).result == 42
+    assert len(threads) == 2
+    assert threading.current_thread() not in threads
 
 
 def test_a_stuck_thread_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:
@@ -368,7 +419,7 @@ def test_a_module_that_breaks_while_it_is_imported_is_a_config_error(
 
 def test_a_tool_that_is_taken_away_is_not_there() -> None:
     settings = settings_for("postgresql://nobody@nowhere/none", tools={"echo": False})
-    with pytest.raises(Permanent, match=r"no tool 'echo', only f"):
+    with pytest.raises(Failure, match=r"no tool 'echo', only f"):
         call("echo", settings)
 
 
