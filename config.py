@@ -154,6 +154,10 @@ class Limits(Section):
     max_run_edges: Annotated[AtLeastOne, Field(le=10 * LONGEST_LIST)] = 5000
     max_step_references: AtLeastOne = 1000
     max_goal_bytes: AtLeastOne = 16 * 1024
+    key_cache_seconds: Seconds = 5
+    ticket_seconds: Seconds = 60
+    tenant_requests_per_minute: Count = 0
+    tenant_queued_tasks: Count = 0
 
 
 class DatabaseSettings(Section):

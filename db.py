@@ -47,6 +47,7 @@ __all__ = [
     "metrics",
     "number_or_name",
     "ping",
+    "referred_to",
     "submit_task",
     "submit_tasks",
     "submit_tasks_in_tx",
@@ -253,7 +254,8 @@ def enqueue(
 # What the API shows of a task t; the payload is long and not shown.
 SELECT_TASK = """
 SELECT
-    t.task_id, t.name, t.kind, t.status::text, t.reason, t.metadata, t.result, t.last_error,
+    t.task_id, t.tenant, t.name, t.kind, t.status::text, t.reason, t.metadata, t.result,
+    t.last_error,
     t.requested_route, t.route, t.model, t.cost, t.prompt_tokens, t.completion_tokens, t.truncated,
     t.duration_seconds, t.retry_count, t.delivery_count, t.attempt, t.priority, t.parent_id, t.step,
     t.worker, t.lease_expires_at, t.cancel_requested, t.created_at, t.available_at, t.started_at,
@@ -265,7 +267,7 @@ GET_TASK = (
     SELECT_TASK
     + """
 FROM tasks t
-WHERE t.tenant = %(tenant)s
+WHERE (%(tenant)s::text IS NULL OR t.tenant = %(tenant)s)
   AND (t.task_id = %(number)s::bigint OR t.name = %(name)s::text)
   AND t.kind <> 'run'
 ORDER BY t.task_id DESC
@@ -278,20 +280,31 @@ PRESENT_SECONDS = WorkerSettings().lease_seconds
 
 
 def get_task(
-    conn: Connection, tenant: str, reference: str, present_seconds: float = PRESENT_SECONDS
+    conn: Connection, tenant: str | None, reference: str, present_seconds: float = PRESENT_SECONDS
 ) -> Row:
-    """The tenant's task of that number or name; NotFound otherwise.
+    """The tenant's task of that number or name (None: of any tenant); NotFound otherwise.
 
     A worker not seen for `present_seconds` has no say in what the task waits for.
     """
     rows = fetch(
         conn,
         GET_TASK,
-        {"tenant": tenant, "present_seconds": present_seconds, **number_or_name(reference)},
+        {"present_seconds": present_seconds, **referred_to(tenant, reference)},
     )
     if not rows:
         raise NotFound()
     return rows[0]
+
+
+def referred_to(tenant: str | None, reference: str) -> Row:
+    """What GET_TASK and its like look by; NotFound if it can be nothing's number or name.
+
+    Each tenant has names of its own: without a tenant, only a number tells which task is meant.
+    """
+    found = number_or_name(reference)
+    if tenant is None and found["number"] is None:
+        raise NotFound()
+    return {"tenant": tenant, **found}
 
 
 def number_or_name(reference: str) -> Row:

@@ -5,8 +5,11 @@ OrchestratorError
 ├── SchemaOutdated         the database holds another version of the schema
 └── RequestRefused         the caller asked for something that is not to be had (4xx)
     ├── NotFound
+    ├── Unauthorized       it brought no key that opens anything
+    ├── OtherTenant        its key is another tenant's than it says
     ├── TooLarge
     ├── FieldRefused       one field is to blame, and named
+    ├── TooMany            its tenant asks for too much; later it may be had
     ├── KeyReused
     └── StateConflict      the task is not in a state that allows it
 
@@ -43,8 +46,24 @@ class NotFound(RequestRefused):
     """not found"""
 
 
+class Unauthorized(RequestRefused):
+    """A valid key is needed."""
+
+
+class OtherTenant(RequestRefused):
+    """The key is another tenant's."""
+
+
 class TooLarge(RequestRefused):
     """The request is too large."""
+
+
+class TooMany(RequestRefused):
+    """The tenant asks for more than its share."""
+
+    def __init__(self, message: str, retry_after_seconds: int) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
 
 
 class FieldRefused(RequestRefused):

@@ -17,19 +17,22 @@ from fastapi import APIRouter, FastAPI, Header, Query, Response
 from fastapi.concurrency import run_in_threadpool
 
 import db
-from api import events, figures, health, lists, operations, page, run_events, runs
+from api import events, figures, health, lists, operations, page, run_events, runs, tickets
 from api.bodies import BodyLimit
 from api.changes import Changes
 from api.connections import TransportInScope, cared_for
 from api.database import Database
 from api.feeds import Feeds
+from api.gate import Gate
+from api.keys import Keys
 from api.models import Metrics, Problem, PromptTask, Task, TaskStatus, task_view
 from api.origins import OwnPagesOnly
 from api.problems import handle_problems
+from api.quotas import Quotas
 from api.requests import IdempotencyKey, idempotency, mark_replay, new_task, refused_fields
 from api.services import ApiServices, Services
 from api.submission import SubmitWriter
-from api.tenants import Tenant
+from api.tenants import AnyTenant, CountedTenant, Tenant
 from config import ConfigError, Settings, load_config
 from errors import FieldRefused
 from states import Status
@@ -41,7 +44,7 @@ Accept = Annotated[str | None, Header()]
 
 router = APIRouter(
     tags=["tasks"],
-    responses={status: {"model": Problem} for status in (400, 404, 413, 422, 503)},
+    responses={status: {"model": Problem} for status in (400, 401, 403, 404, 413, 422, 429, 503)},
 )
 
 
@@ -63,6 +66,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.add_middleware(
         BodyLimit, max_bytes=limits.max_body_bytes, max_values=limits.max_body_values
     )
+    app.add_middleware(Gate)
     app.add_middleware(OwnPagesOnly)
     app.add_middleware(TransportInScope)
     handle_problems(app)
@@ -74,6 +78,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.include_router(runs.router)
     app.include_router(events.router)
     app.include_router(run_events.router)
+    app.include_router(tickets.router)
     app.include_router(router)
     return app
 
@@ -90,6 +95,7 @@ async def submit_task(
     for refused in refused_fields(body, services.settings.limits):
         raise refused
     task = new_task(body, tenant, **idempotency("tasks", idempotency_key, body))
+    await services.quotas.add_task(tenant)
     submitted = await services.writer.submit(task)
     mark_replay(response, submitted)
     return TaskStatus(task_id=submitted.task_id, status=Status(submitted.status))
@@ -99,7 +105,7 @@ async def submit_task(
 async def get_task(
     task_id: str,
     services: Services,
-    tenant: Tenant,
+    tenant: AnyTenant,
     wait: Annotated[
         float, Query(ge=0, allow_inf_nan=False, description="seconds to wait for the end")
     ] = 0,
@@ -121,17 +127,18 @@ async def get_task(
 
 
 @router.get("/metrics", response_model=Metrics, responses=figures.AS_TEXT)
-def get_metrics(services: Services, tenant: Tenant, accept: Accept = None) -> Any:
-    """Aggregate figures over all tasks; in Prometheus' format when `Accept` prefers plain text."""
+def get_metrics(services: Services, tenant: CountedTenant, accept: Accept = None) -> Any:
+    """Aggregate figures over the tasks of the key's tenant; of all tenants for an operator, and
+    while no key was ever created. In Prometheus' format when `Accept` prefers plain text."""
     if figures.prefers_text(accept):
-        return figures.metrics_as_text(services)
-    return Metrics(**services.database.run(db.metrics))
+        return figures.metrics_as_text(services, tenant)
+    return Metrics(**services.database.run(db.metrics, tenant))
 
 
 # --- helpers of the routes above -------------------------------------------------------------
 
 
-async def read_task(services: ApiServices, tenant: str, task_id: str) -> db.Row:
+async def read_task(services: ApiServices, tenant: str | None, task_id: str) -> db.Row:
     present_seconds = services.settings.worker.lease_seconds
     return await run_in_threadpool(
         services.database.run, db.get_task, tenant, task_id, present_seconds
@@ -148,7 +155,13 @@ def open_services(settings: Settings) -> ApiServices:
     database = Database(settings)
     changes = Changes(settings)
     services = ApiServices(
-        settings, database, SubmitWriter(database), changes, Feeds(database, changes)
+        settings,
+        database,
+        SubmitWriter(database),
+        changes,
+        Feeds(database, changes),
+        Keys(database, settings.limits.key_cache_seconds),
+        Quotas(database, settings.limits),
     )
     services.writer.open()
     services.changes.open()

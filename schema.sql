@@ -1,4 +1,4 @@
--- Agent Orchestrator, schema version 2.
+-- Agent Orchestrator, schema version 3.
 --
 -- The life of a task, told once. Whatever can be claimed, retried, leased, cancelled or awaited
 -- is one row of `tasks`. A row is born PENDING; once it is due, a worker claims it: RUNNING, with
@@ -23,7 +23,7 @@ CREATE TABLE schema_version (
     installed_at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 COMMENT ON TABLE schema_version IS 'One row for each version this database has gone through.';
-INSERT INTO schema_version (version) VALUES (2);
+INSERT INTO schema_version (version) VALUES (3);
 
 
 -- The only clock. Tests set orchestrator.fake_now in their session to stand at a chosen instant.
@@ -280,6 +280,43 @@ CREATE TABLE workers (
     started_at    timestamptz NOT NULL DEFAULT current_instant(),
     seen_at       timestamptz NOT NULL DEFAULT current_instant()
 );
+
+
+-- Who may use the API. As soon as there is a row, revoked or not, every request needs a key, so rows
+-- are never deleted. Nobody can tell the secret from its hash: it has 256 random bits.
+CREATE TABLE api_keys (
+    key_id      text        PRIMARY KEY,
+    secret_hash bytea       NOT NULL,              -- sha-256
+    tenant      text,                              -- NULL: an operator's, who sees all tenants
+    is_operator boolean     NOT NULL,
+    created_at  timestamptz NOT NULL DEFAULT current_instant(),
+    revoked_at  timestamptz,
+    CONSTRAINT key_tenant_is_a_name CHECK (tenant ~ '^[A-Za-z0-9_-]{1,64}$'),
+    CONSTRAINT key_is_a_tenants_or_an_operators CHECK (is_operator = (tenant IS NULL)),
+    CONSTRAINT key_is_stored_as_its_hash CHECK (octet_length(secret_hash) = 32)
+);
+COMMENT ON TABLE api_keys IS 'One row for each API key that was ever created.';
+
+
+-- A browser's streams cannot send a key, so they bring a ticket: good for one path, for seconds.
+CREATE TABLE tickets (
+    ticket_hash bytea       PRIMARY KEY,
+    key_id      text        NOT NULL,              -- whose rights it has, while that is not revoked
+    path        text        NOT NULL,
+    expires_at  timestamptz NOT NULL
+);
+COMMENT ON TABLE tickets IS 'Tickets for live events; those that have expired go with the next.';
+-- create_ticket: those to be deleted.
+CREATE INDEX tickets_by_expiry ON tickets (expires_at);
+
+
+-- How many requests a tenant has taken in the minute in which it last took some; one row each.
+CREATE TABLE tenant_requests (
+    tenant text        PRIMARY KEY,
+    minute timestamptz NOT NULL,
+    taken  bigint      NOT NULL
+);
+COMMENT ON TABLE tenant_requests IS 'What limits.tenant_requests_per_minute has to know.';
 
 
 -- What a task that does not run waits for, in the API's words; NULL: for nothing but a free

@@ -23,6 +23,7 @@ from api.services import ApiServices
 from api.stream_events import StreamEvent
 from errors import OrchestratorError
 from queries import events
+from queries.keys import ApiKey
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +36,19 @@ After = Annotated[str | None, Query(description="resume behind this cursor")]
 LastEventId = Annotated[str | None, Header()]
 
 
-async def events_of(services: ApiServices, subject: Subject, cursor: str | None) -> Response:
-    """The stream of a subject's events from `cursor` on; 204 if it is over and all of it known."""
+async def events_of(
+    services: ApiServices, subject: Subject, cursor: str | None, key: ApiKey | None
+) -> Response:
+    """The stream of a subject's events from `cursor` on, while `key` is good.
+
+    204 if it is over and all of it known.
+    """
     feeds = services.feeds
     position = events.position_of(cursor) if cursor else None
     if position and await feeds.is_all_told(subject, position):
         return Response(status_code=204)
-    return EventStreamResponse(feeds.follow(subject, position), feeds.stopping)
+    told = services.keys.while_admitted(feeds.follow(subject, position), key)
+    return EventStreamResponse(told, feeds.stopping)
 
 
 class EventStreamResponse(Response):

@@ -13,11 +13,12 @@ from api.event_stream import After, LastEventId, events_of
 from api.feeds import Subject
 from api.models import Problem, task_view
 from api.services import ApiServices, Services
-from api.tenants import Tenant
+from api.tenants import Key, WatchingTenant
 from queries.operations import find_task
 
 router = APIRouter(
-    tags=["tasks"], responses={status: {"model": Problem} for status in (404, 422, 503)}
+    tags=["tasks"],
+    responses={status: {"model": Problem} for status in (400, 401, 403, 404, 422, 429, 503)},
 )
 
 
@@ -25,7 +26,8 @@ router = APIRouter(
 async def get_task_events(
     task_id: str,
     services: Services,
-    tenant: Tenant,
+    key: Key,
+    tenant: WatchingTenant,
     after: After = None,
     last_event_id: LastEventId = None,
 ) -> Response:
@@ -34,13 +36,13 @@ async def get_task_events(
     204 when the task is over and nothing newer than the cursor is to be told.
     """
     subject = await find_subject(services, tenant, task_id)
-    return await events_of(services, subject, last_event_id or after)
+    return await events_of(services, subject, last_event_id or after, key)
 
 
 # --- helpers of the route above --------------------------------------------------------------
 
 
-async def find_subject(services: ApiServices, tenant: str, task_id: str) -> Subject:
+async def find_subject(services: ApiServices, tenant: str | None, task_id: str) -> Subject:
     """The tenant's task of that number or name; NotFound otherwise."""
     row = await run_in_threadpool(services.database.run, db.get_task, tenant, task_id)
     number = row["task_id"]
@@ -53,10 +55,10 @@ async def find_subject(services: ApiServices, tenant: str, task_id: str) -> Subj
     )
 
 
-def read_task(tenant: str, number: int, present_seconds: float, conn: db.Connection) -> Any:
+def read_task(tenant: str | None, number: int, present_seconds: float, conn: db.Connection) -> Any:
     task = task_view(db.get_task(conn, tenant, str(number), present_seconds))
     return task.model_dump(mode="json")
 
 
-def read_status(tenant: str, number: int, conn: db.Connection) -> str:
+def read_status(tenant: str | None, number: int, conn: db.Connection) -> str:
     return str(find_task(conn, tenant, str(number))["status"])

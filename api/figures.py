@@ -9,27 +9,32 @@ from fastapi import APIRouter, Response
 import db
 from api.models import Problem, Stats, worker_view
 from api.services import ApiServices, Services
-from api.tenants import Tenant
+from api.tenants import CountedTenant
 from queries.listings import list_workers, paused_routes, read_queue
 from states import Status
 
-router = APIRouter(tags=["health"], responses={503: {"model": Problem}})
+router = APIRouter(
+    tags=["health"], responses={status: {"model": Problem} for status in (400, 401, 403, 429, 503)}
+)
 
+PAUSED = "its model server cannot be used now"
 TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 TEXT_TYPES = ("text/plain", "application/openmetrics-text")
 AS_TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {}}}}
 
 
 @router.get("/stats")
-def get_stats(services: Services, tenant: Tenant) -> Stats:
-    """What waits, what runs, what died, which routes are paused, and the workers seen lately."""
-    queue = services.database.run(read_queue)
+def get_stats(services: Services, tenant: CountedTenant) -> Stats:
+    """What waits, what runs, what died, which routes are paused, and the workers seen lately.
+
+    A tenant's key is told of its own tasks, and of paused routes without the reason; of no worker.
+    """
+    queue = services.database.run(read_queue, tenant)
     workers = services.database.run(list_workers, services.settings.worker.lease_seconds)
-    return Stats(
-        **queue,
-        paused_routes=paused_routes(workers),
-        workers=[worker_view(worker) for worker in workers],
-    )
+    paused = paused_routes(workers)
+    if tenant is not None:  # names of machines and addresses of servers are not its business
+        return Stats(**queue, paused_routes=dict.fromkeys(paused, PAUSED), workers=None)
+    return Stats(**queue, paused_routes=paused, workers=[worker_view(worker) for worker in workers])
 
 
 def prefers_text(accept: str | None) -> bool:
@@ -53,13 +58,13 @@ def _quality(parameters: list[str]) -> float:
     return 1.0
 
 
-def metrics_as_text(services: ApiServices) -> Response:
+def metrics_as_text(services: ApiServices, tenant: str | None) -> Response:
     """The figures of /metrics in Prometheus' text format.
 
     All are gauges: they are read from the tasks that are stored, and fall when some are purged.
     """
-    metrics = services.database.run(db.metrics)
-    queue = services.database.run(read_queue)
+    metrics = services.database.run(db.metrics, tenant)
+    queue = services.database.run(read_queue, tenant)
     tasks = {status: metrics["by_status"].get(status, 0) for status in Status}
     duration = metrics["avg_duration_seconds"]
     lines = [

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Depends, Query
 
 from api.models import Problem, TaskList, TransitionList, task_view, transition_view
 from api.services import Services
-from api.tenants import Tenant
+from api.tenants import AnyTenant
 from db import LARGEST_ID
 from errors import FieldRefused
 from queries.listings import Page, list_dead_letters, list_tasks, list_transitions
@@ -19,7 +19,7 @@ from states import Kind, Status
 
 router = APIRouter(
     tags=["tasks"],
-    responses={status: {"model": Problem} for status in (400, 404, 422, 503)},
+    responses={status: {"model": Problem} for status in (400, 401, 403, 404, 422, 429, 503)},
 )
 
 Limit = Annotated[int, Query(ge=1, le=200, description="the most entries of one page")]
@@ -47,7 +47,7 @@ Cursor = Annotated[int | None, Depends(number_in_cursor)]
 @router.get("/tasks")
 def get_tasks(
     services: Services,
-    tenant: Tenant,
+    tenant: AnyTenant,
     cursor: Cursor,
     status: Status | None = None,
     kind: Kind | None = None,
@@ -68,7 +68,7 @@ def get_tasks(
 
 @router.get("/dead-letters")
 def get_dead_letters(
-    services: Services, tenant: Tenant, cursor: Cursor, limit: Limit = 50
+    services: Services, tenant: AnyTenant, cursor: Cursor, limit: Limit = 50
 ) -> TaskList:
     """The tasks that FAILED, newest first, each with its error."""
     page = services.database.run(
@@ -83,7 +83,7 @@ def get_dead_letters(
 
 @router.get("/tasks/{task_id}/audit")
 def get_task_audit(
-    task_id: str, services: Services, tenant: Tenant, cursor: Cursor, limit: Limit = 50
+    task_id: str, services: Services, tenant: AnyTenant, cursor: Cursor, limit: Limit = 50
 ) -> TransitionList:
     """Every transition of a task, oldest first."""
     task = services.database.run(find_task, tenant, task_id)

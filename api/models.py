@@ -158,6 +158,7 @@ class Task(BaseModel):
     status: Status
     result: Any = Field(description='null until final; {"text"} for a prompt')
     id: int
+    tenant: str
     kind: str
     error: TaskError | None
     route: Route | None
@@ -235,7 +236,7 @@ class Stats(BaseModel):
     running: int
     dead_letters: int
     paused_routes: dict[str, str] = Field(description='{"local": "why"}')
-    workers: list[WorkerSeen]
+    workers: list[WorkerSeen] | None = Field(description="null: a tenant is told of none")
 
 
 class Metrics(BaseModel):
@@ -249,7 +250,7 @@ class Metrics(BaseModel):
 
 
 SHOWN_AS_STORED = (
-    "status", "result", "kind", "route", "model", "prompt_tokens", "completion_tokens",
+    "tenant", "status", "result", "kind", "route", "model", "prompt_tokens", "completion_tokens",
     "truncated", "duration_seconds", "retry_count", "delivery_count", "attempt", "priority",
     "step", "worker", "cancel_requested", "metadata", "waiting_for",
 )  # fmt: skip

@@ -16,7 +16,7 @@ from states import Status
 
 router = APIRouter(
     tags=["tasks"],
-    responses={status: {"model": Problem} for status in (400, 404, 409, 422, 503)},
+    responses={status: {"model": Problem} for status in (400, 401, 403, 404, 409, 422, 429, 503)},
 )
 
 
@@ -30,6 +30,7 @@ def post_batch(
 ) -> BatchStatus:
     """Submit up to limits.max_batch_tasks tasks: all of them are stored, or none is."""
     tasks = batch_tasks(body, tenant, idempotency_key, services.settings.limits)
+    services.quotas.add_tasks(tenant, len(tasks))
     stored = services.database.run(submit_batch, tasks)
     mark_replay(response, stored[0])
     shown = [TaskStatus(task_id=one.task_id, status=Status(one.status)) for one in stored]

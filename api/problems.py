@@ -16,10 +16,13 @@ from errors import (
     KeyReused,
     NotFound,
     OrchestratorError,
+    OtherTenant,
     RequestRefused,
     SchemaOutdated,
     StateConflict,
     TooLarge,
+    TooMany,
+    Unauthorized,
 )
 
 logger = logging.getLogger(__name__)
@@ -28,11 +31,14 @@ RETRY_AFTER_SECONDS = "2"
 MOST_PROBLEMS_TOLD = 20
 BODY_TOO_LARGE = "the body is larger than limits.max_body_bytes of config.toml"
 STATUS_OF: dict[type[OrchestratorError], int] = {
+    Unauthorized: 401,
+    OtherTenant: 403,
     NotFound: 404,
     StateConflict: 409,
     TooLarge: 413,
     FieldRefused: 422,
     KeyReused: 422,
+    TooMany: 429,
     DatabaseUnavailable: 503,
     SchemaOutdated: 503,
 }
@@ -51,15 +57,24 @@ def handle_problems(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _fault)
 
 
-async def _own(request: Request, error: OrchestratorError) -> JSONResponse:
+def answer_to(error: OrchestratorError) -> JSONResponse:
+    """What a request is answered that ended with one of our errors."""
     default = 400 if isinstance(error, RequestRefused) else 500
     status = STATUS_OF.get(type(error), default)
     if status == 503:
         return problem(503, str(error), **{"Retry-After": RETRY_AFTER_SECONDS})
+    if isinstance(error, TooMany):
+        return problem(429, str(error), **{"Retry-After": str(error.retry_after_seconds)})
+    if status == 401:
+        return problem(401, str(error), **{"WWW-Authenticate": "ApiKey"})
     if isinstance(error, RequestRefused) and error.field is not None:
         blame = {"field": error.field, "message": str(error)}
         return problem(status, f"{error.field}: {error}", [blame])
     return problem(status, str(error))
+
+
+async def _own(request: Request, error: OrchestratorError) -> JSONResponse:
+    return answer_to(error)
 
 
 async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:

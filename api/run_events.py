@@ -16,12 +16,13 @@ from api.origins import OTHER_PAGE, is_of_our_page
 from api.problems import problem
 from api.run_models import run_view
 from api.services import ApiServices, Services
-from api.tenants import Tenant
+from api.tenants import Key, SocketTenant, WatchingTenant
 from api.web_socket import EventSocket
 from queries import events, runs
 
 router = APIRouter(
-    tags=["runs"], responses={status: {"model": Problem} for status in (404, 422, 503)}
+    tags=["runs"],
+    responses={status: {"model": Problem} for status in (400, 401, 403, 404, 422, 429, 503)},
 )
 
 
@@ -29,7 +30,8 @@ router = APIRouter(
 async def get_run_events(
     run_id: str,
     services: Services,
-    tenant: Tenant,
+    key: Key,
+    tenant: WatchingTenant,
     after: After = None,
     last_event_id: LastEventId = None,
 ) -> Response:
@@ -40,11 +42,13 @@ async def get_run_events(
     `after`.
     """
     subject = await find_subject(services, tenant, run_id)
-    return await events_of(services, subject, last_event_id or after)
+    return await events_of(services, subject, last_event_id or after, key)
 
 
 @router.websocket("/runs/{run_id}/events")
-async def watch_run(websocket: WebSocket, run_id: str, tenant: Tenant, after: After = None) -> None:
+async def watch_run(
+    websocket: WebSocket, run_id: str, key: Key, tenant: SocketTenant, after: After = None
+) -> None:
     """The same over a WebSocket; what keeps it from opening is an HTTP answer."""
     if not is_of_our_page(websocket.headers):
         await websocket.send_denial_response(problem(403, OTHER_PAGE))
@@ -53,13 +57,14 @@ async def watch_run(websocket: WebSocket, run_id: str, tenant: Tenant, after: Af
     subject = await find_subject(services, tenant, run_id)
     position = events.position_of(after) if after else None
     feeds = services.feeds
-    await EventSocket(websocket, feeds.follow(subject, position), feeds.stopping).serve()
+    told = services.keys.while_admitted(feeds.follow(subject, position), key)
+    await EventSocket(websocket, told, feeds.stopping).serve()
 
 
 # --- helpers of the routes above -------------------------------------------------------------
 
 
-async def find_subject(services: ApiServices, tenant: str, run_id: str) -> Subject:
+async def find_subject(services: ApiServices, tenant: str | None, run_id: str) -> Subject:
     """The tenant's run; NotFound otherwise."""
     run = await run_in_threadpool(services.database.run, runs.find_run, tenant, run_id)
     number = run["task_id"]
@@ -72,10 +77,10 @@ async def find_subject(services: ApiServices, tenant: str, run_id: str) -> Subje
     )
 
 
-def read_run(tenant: str, number: int, present_seconds: float, conn: db.Connection) -> Any:
+def read_run(tenant: str | None, number: int, present_seconds: float, conn: db.Connection) -> Any:
     run = run_view(runs.get_run(conn, tenant, str(number), present_seconds))
     return run.model_dump(mode="json", by_alias=True)
 
 
-def read_status(tenant: str, number: int, conn: db.Connection) -> str:
+def read_status(tenant: str | None, number: int, conn: db.Connection) -> str:
     return str(runs.find_run(conn, tenant, str(number))["status"])

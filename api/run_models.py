@@ -110,6 +110,7 @@ class RunHead(BaseModel):
 class Run(RunHead):
     """The answer to GET /runs/{id}: a run and its steps, each behind those it depends on."""
 
+    tenant: str
     cancel_requested: bool
     steps: list[RunStep]
 
@@ -118,6 +119,7 @@ class SubmittedRun(RunHead):
     """The answer to POST /runs."""
 
     watch: str = Field(description="WebSocket: a snapshot, then every transition")
+    tenant: str
     cancel_requested: bool
     steps: list[RunStep]
 
@@ -125,6 +127,7 @@ class SubmittedRun(RunHead):
 class RunSummary(RunHead):
     """A run in a list."""
 
+    tenant: str
     steps_by_status: dict[Status, int]
 
 
@@ -150,7 +153,7 @@ STEP_AS_STORED = (
 
 def run_view(row: dict[str, Any]) -> Run:
     """A row of queries.runs.get_run as the API shows it."""
-    columns = ("goal", "status", "cancel_requested")
+    columns = ("tenant", "goal", "status", "cancel_requested")
     return Run(
         run_id=row["task_id"],
         steps=[step_view(step) for step in row["steps"]],
@@ -171,7 +174,7 @@ def step_view(row: dict[str, Any]) -> RunStep:
 
 def summary_view(row: dict[str, Any]) -> RunSummary:
     """A row of queries.runs.list_runs as the API shows it."""
-    columns = ("goal", "status", "steps_by_status")
+    columns = ("tenant", "goal", "status", "steps_by_status")
     return RunSummary(
         run_id=row["task_id"],
         **{column: row[column] for column in columns},

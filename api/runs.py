@@ -21,7 +21,7 @@ from api.run_models import (
     summary_view,
 )
 from api.services import ApiServices, Services
-from api.tenants import Tenant
+from api.tenants import AnyTenant, Tenant
 from db import Connection, Submitted
 from queries import runs
 from queries.runs import NewRun
@@ -29,7 +29,7 @@ from states import Status
 
 router = APIRouter(
     tags=["runs"],
-    responses={status: {"model": Problem} for status in (400, 404, 422, 503)},
+    responses={status: {"model": Problem} for status in (400, 401, 403, 404, 422, 429, 503)},
 )
 
 
@@ -54,6 +54,7 @@ def post_run(
     run = NewRun(tenant, body.goal, steps, **idempotency("runs", idempotency_key, body))
     watched_at = address_of_watchers(request)  # before it is stored: afterwards nothing may fail
     present_seconds = services.settings.worker.lease_seconds
+    services.quotas.add_tasks(tenant, len(steps))
     submitted, row = services.database.run(submit_and_read, run, present_seconds)
     mark_replay(response, submitted)
     stored = run_view(row)
@@ -63,7 +64,7 @@ def post_run(
 @router.get("/runs")
 def get_runs(
     services: Services,
-    tenant: Tenant,
+    tenant: AnyTenant,
     cursor: Cursor,
     status: RunStatus | None = None,
     limit: Limit = 50,
@@ -75,14 +76,14 @@ def get_runs(
 
 
 @router.get("/runs/{run_id}")
-def get_run(run_id: str, services: Services, tenant: Tenant) -> Run:
+def get_run(run_id: str, services: Services, tenant: AnyTenant) -> Run:
     """A run with all of its steps."""
     return read_run(services, tenant, run_id)
 
 
 @router.get("/runs/{run_id}/audit")
 def get_run_audit(
-    run_id: str, services: Services, tenant: Tenant, cursor: Cursor, limit: Limit = 50
+    run_id: str, services: Services, tenant: AnyTenant, cursor: Cursor, limit: Limit = 50
 ) -> TransitionList:
     """Every transition of a run and of its steps, oldest first."""
     number = services.database.run(runs.find_run, tenant, run_id)["task_id"]
@@ -105,7 +106,7 @@ def delete_run(run_id: str, response: Response, services: Services, tenant: Tena
 # --- helpers of the routes above -------------------------------------------------------------
 
 
-def read_run(services: ApiServices, tenant: str, run_id: str) -> Run:
+def read_run(services: ApiServices, tenant: str | None, run_id: str) -> Run:
     present_seconds = services.settings.worker.lease_seconds
     return run_view(services.database.run(runs.get_run, tenant, run_id, present_seconds))
 

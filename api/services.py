@@ -10,6 +10,8 @@ from fastapi import Depends, Request
 from api.changes import Changes
 from api.database import Database
 from api.feeds import Feeds
+from api.keys import Keys
+from api.quotas import Quotas
 from api.submission import SubmitWriter
 from config import Settings
 
@@ -21,6 +23,8 @@ class ApiServices:
     writer: SubmitWriter
     changes: Changes
     feeds: Feeds
+    keys: Keys
+    quotas: Quotas
 
 
 def services_of_request(request: Request) -> ApiServices:

@@ -49,20 +49,38 @@ FROM page JOIN tasks t USING (task_id)
 ORDER BY t.task_id DESC
 """
 
-# The newest of each kind and status, each from its own stretch of the index; of those the newest.
-# Rows are compared whole, since only one index has that order: with `kind = …` the planner may
-# hope to meet enough of a rare kind on its way down the primary key.
+# The tenants that have anything, in alphabetical order: one index probe each.
+TENANTS = """
+WITH RECURSIVE found AS (
+    SELECT min(tenant) AS tenant FROM tasks
+    UNION ALL
+    SELECT (SELECT min(tenant) FROM tasks WHERE tenant > found.tenant) FROM found
+    WHERE found.tenant IS NOT NULL
+)
+SELECT tenant FROM found WHERE tenant IS NOT NULL
+"""
+
+
+def tenants_to_list(conn: Connection, tenant: str | None) -> list[str]:
+    """This one; None: all that there are."""
+    return [row["tenant"] for row in fetch(conn, TENANTS)] if tenant is None else [tenant]
+
+
+# The newest of each tenant, kind and status, each from its own stretch of the index; of those the
+# newest. Rows are compared whole, since only one index has that order: with `kind = …` the planner
+# may hope to meet enough of a rare kind on its way down the primary key.
 NEWEST_TASKS = """
 WITH found AS (
     SELECT newest.task_id
-    FROM unnest(%(kinds)s::text[]) AS asked_kind(kind)
+    FROM unnest(%(tenants)s::text[]) AS asked_tenant(tenant)
+    CROSS JOIN unnest(%(kinds)s::text[]) AS asked_kind(kind)
     CROSS JOIN unnest(%(statuses)s::text[]) AS asked_status(status)
     CROSS JOIN LATERAL (
         SELECT task_id FROM tasks
         WHERE (tenant, kind, status, task_id)
-            > (%(tenant)s, asked_kind.kind, asked_status.status::task_status, 0)
+            > (asked_tenant.tenant, asked_kind.kind, asked_status.status::task_status, 0)
           AND (tenant, kind, status, task_id)
-            < (%(tenant)s, asked_kind.kind, asked_status.status::task_status, %(before)s)
+            < (asked_tenant.tenant, asked_kind.kind, asked_status.status::task_status, %(before)s)
         ORDER BY tenant DESC, kind DESC, status DESC, task_id DESC
         LIMIT %(limit)s + 1) AS newest
     ORDER BY newest.task_id DESC
@@ -74,7 +92,7 @@ LIST_TASKS = NEWEST_TASKS + END_OF_PAGE + SELECT_TASK + FROM_PAGE
 
 def list_tasks(
     conn: Connection,
-    tenant: str,
+    tenant: str | None,
     *,
     status: Status | None,
     kind: Kind | None,
@@ -82,9 +100,9 @@ def list_tasks(
     before: int | None,
     present_seconds: float,
 ) -> Page:
-    """The tenant's tasks with numbers below `before`, newest first; no runs."""
+    """The tenant's tasks with numbers below `before`, newest first; no runs. None: all tenants'."""
     values = {
-        "tenant": tenant,
+        "tenants": tenants_to_list(conn, tenant),
         "statuses": [status] if status else list(Status),
         "kinds": [kind] if kind else list(Kind),
         "limit": limit,
@@ -97,10 +115,14 @@ def list_tasks(
 
 NEWEST_DEAD_LETTERS = """
 WITH found AS (
-    SELECT task_id FROM tasks
-    WHERE tenant = %(tenant)s AND task_id < %(before)s
-      AND status = 'FAILED' AND kind <> 'run' AND reason <> 'rejected'
-    ORDER BY task_id DESC
+    SELECT newest.task_id
+    FROM unnest(%(tenants)s::text[]) AS asked_tenant(tenant) CROSS JOIN LATERAL (
+        SELECT task_id FROM tasks
+        WHERE tenant = asked_tenant.tenant AND task_id < %(before)s
+          AND status = 'FAILED' AND kind <> 'run' AND reason <> 'rejected'
+        ORDER BY task_id DESC
+        LIMIT %(limit)s + 1) AS newest
+    ORDER BY newest.task_id DESC
     LIMIT %(limit)s + 1
 ),
 """
@@ -108,11 +130,14 @@ LIST_DEAD_LETTERS = NEWEST_DEAD_LETTERS + END_OF_PAGE + SELECT_TASK + FROM_PAGE
 
 
 def list_dead_letters(
-    conn: Connection, tenant: str, *, limit: int, before: int | None, present_seconds: float
+    conn: Connection, tenant: str | None, *, limit: int, before: int | None, present_seconds: float
 ) -> Page:
-    """The tenant's FAILED tasks, newest first, without runs and rejected approvals."""
+    """The tenant's FAILED tasks, newest first, without runs and rejected approvals.
+
+    None: those of all tenants.
+    """
     values = {
-        "tenant": tenant,
+        "tenants": tenants_to_list(conn, tenant),
         "limit": limit,
         "before": before or LARGEST_ID,
         "most_bytes": MOST_RESULT_BYTES,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from connection import Connection, Cursor, Row, fetch, transaction
-from db import NewTask, Submitted, number_or_name, submit_tasks_in_tx
+from db import NewTask, Submitted, referred_to, submit_tasks_in_tx
 from errors import KeyReused, NotFound, StateConflict
 from queries.steps import end_steps, lock_runs, revive_run
 from states import Kind, Status
@@ -81,7 +81,7 @@ FIND_TASK = """
 SELECT task_id, coalesce(name, task_id::text) AS shown_as, name, kind, status::text, reason,
        parent_id AS run_id
 FROM tasks
-WHERE tenant = %(tenant)s
+WHERE (%(tenant)s::text IS NULL OR tenant = %(tenant)s)
   AND (task_id = %(number)s::bigint OR name = %(name)s::text)
   AND kind <> 'run'
 ORDER BY task_id DESC
@@ -89,9 +89,10 @@ LIMIT 1
 """
 
 
-def find_task(conn: Connection, tenant: str, reference: str) -> Row:
-    """Number, name, kind, status, reason and run of the tenant's task; NotFound otherwise."""
-    rows = fetch(conn, FIND_TASK, {"tenant": tenant, **number_or_name(reference)})
+def find_task(conn: Connection, tenant: str | None, reference: str) -> Row:
+    """Number, name, kind, status, reason and run of the tenant's task (None: of any tenant's);
+    NotFound otherwise."""
+    rows = fetch(conn, FIND_TASK, referred_to(tenant, reference))
     if not rows:
         raise NotFound()
     return rows[0]

@@ -14,7 +14,7 @@ from typing import Any
 from connection import Connection, Cursor, Row, fetch, transaction
 from db import FIRST_OF_KEYS, LARGEST_ID, Submitted, number_or_name
 from errors import KeyReused, NotFound, RequestRefused, StateConflict
-from queries.listings import MOST_RESULT_BYTES, NEWEST_TASKS, Page
+from queries.listings import MOST_RESULT_BYTES, NEWEST_TASKS, Page, tenants_to_list
 from queries.operations import ACT_FOR, Changed
 from queries.steps import END_RUNS, lock_runs
 from states import Status
@@ -171,12 +171,13 @@ def _as_shown(status: str) -> Status:
 FIND_RUN = """
 SELECT task_id, CASE status WHEN 'BLOCKED' THEN 'RUNNING' ELSE status::text END AS status
 FROM tasks
-WHERE task_id = %(number)s::bigint AND tenant = %(tenant)s AND kind = 'run'
+WHERE task_id = %(number)s::bigint AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)
+  AND kind = 'run'
 """
 
 
-def find_run(conn: Connection, tenant: str, reference: str) -> Row:
-    """Number and status of the tenant's run; NotFound otherwise."""
+def find_run(conn: Connection, tenant: str | None, reference: str) -> Row:
+    """Number and status of the tenant's run (None: of any tenant's); NotFound otherwise."""
     rows = fetch(conn, FIND_RUN, {"tenant": tenant, "number": _number(reference)})
     if not rows:
         raise NotFound()
@@ -195,7 +196,8 @@ def _number(reference: str) -> int:
 GET_RUN = """
 WITH run AS (
     SELECT task_id FROM tasks
-    WHERE task_id = %(number)s::bigint AND tenant = %(tenant)s AND kind = 'run'
+    WHERE task_id = %(number)s::bigint AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)
+      AND kind = 'run'
 ),
 found AS (
     SELECT task_id FROM run
@@ -208,7 +210,7 @@ measured AS (
                <= %(most_bytes)s AS has_room
     FROM found JOIN tasks t USING (task_id)
 )
-SELECT t.task_id, t.step, t.kind,
+SELECT t.task_id, t.tenant, t.step, t.kind,
        CASE WHEN t.kind = 'run' AND t.status = 'BLOCKED' THEN 'RUNNING'
             ELSE t.status::text END AS status,
        t.reason, t.cancel_requested,
@@ -227,10 +229,10 @@ ORDER BY t.task_id
 """
 
 
-def get_run(conn: Connection, tenant: str, reference: str, present_seconds: float) -> Row:
+def get_run(conn: Connection, tenant: str | None, reference: str, present_seconds: float) -> Row:
     """The tenant's run, with its goal and its steps (each with the names it `needs`); NotFound.
 
-    A worker not seen for `present_seconds` has no say in what a step waits for.
+    None: any tenant's. A worker not seen for `present_seconds` has no say in what a step waits for.
     """
     rows = fetch(
         conn,
@@ -254,7 +256,7 @@ page AS (
            row_number() OVER (ORDER BY task_id DESC) AS place
     FROM found
 )
-SELECT t.task_id, t.payload ->> 'goal' AS goal,
+SELECT t.task_id, t.tenant, t.payload ->> 'goal' AS goal,
        CASE t.status WHEN 'BLOCKED' THEN 'RUNNING' ELSE t.status::text END AS status,
        t.created_at, t.finished_at, page.has_more,
        (SELECT coalesce(jsonb_object_agg(s.status, s.steps), '{}') FROM (
@@ -270,12 +272,12 @@ RUN_STATUSES = (Status.BLOCKED, Status.SUCCEEDED, Status.FAILED, Status.CANCELLE
 
 
 def list_runs(
-    conn: Connection, tenant: str, *, status: Status | None, limit: int, before: int | None
+    conn: Connection, tenant: str | None, *, status: Status | None, limit: int, before: int | None
 ) -> Page:
-    """The tenant's runs, newest first; with how many steps are in which status."""
+    """The tenant's runs, newest first; with how many steps are in which status. None: all's."""
     stored = Status.BLOCKED if status == Status.RUNNING else status
     values = {
-        "tenant": tenant,
+        "tenants": tenants_to_list(conn, tenant),
         "kinds": [RUN],
         "statuses": [one.value for one in RUN_STATUSES if stored in (None, one)],
         "limit": limit,

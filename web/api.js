@@ -1,6 +1,7 @@
 // Calls of the API. A refusal or an absence becomes an Error with words for people.
 
 import { heardOfTime } from "./clock.js";
+import { storedKey, tellRefused } from "./key.js";
 
 const LONGEST_WAIT_MS = 20_000;
 
@@ -16,9 +17,11 @@ export class Refused extends Error {
   }
 }
 
-// `body` is JSON already.
-export async function call(method, path, { body, key } = {}) {
+// `body` is JSON already. `apiKey`: one to be tried, instead of the tab's own.
+export async function call(method, path, { body, key, apiKey } = {}) {
   const headers = {};
+  const shown = apiKey ?? storedKey();
+  if (shown) headers["X-API-Key"] = shown;
   if (body !== undefined) headers["Content-Type"] = "application/json";
   if (key) headers["Idempotency-Key"] = key;
   let answer;
@@ -35,6 +38,7 @@ export async function call(method, path, { body, key } = {}) {
   if (date) heardOfTime(date);
   const said = parsed(text);
   if (!answer.ok) {
+    if (answer.status === 401 && !apiKey) tellRefused(said?.error);
     throw new Refused(answer.status, said?.error ?? `The API answered ${answer.status}.`, said?.detail);
   }
   return said;
@@ -42,6 +46,18 @@ export async function call(method, path, { body, key } = {}) {
 
 export function get(path) {
   return call("GET", path);
+}
+
+// The path of live events, with a ticket where the tab has a key: streams can send no header.
+export async function admitted(path) {
+  if (!storedKey()) return path;
+  try {
+    const { ticket } = await call("POST", "/tickets", { body: JSON.stringify({ path }) });
+    return `${path}?ticket=${ticket}`;
+  } catch (refused) {
+    if (refused.status === 409) return path; // no key is needed here
+    throw refused;
+  }
 }
 
 // All pages of a list, one after the other; `each` gets the answers as they come, and may stop

@@ -15,11 +15,14 @@ const SSE_EVENTS = ["snapshot", "transition", "node", "token", "end", "keep-aliv
 let webSocketsWork = true; // until two were refused by somebody while the API was there
 
 export class Connection {
-  // `address`: the path of the events. `cursor()`: where to resume, or null. `probe()`: resolves to
+  // `address`: the path of the events; `admitted(address)` resolves to it with what opens it, or
+  // rejects when that cannot be had. `cursor()`: where to resume, or null. `probe()`: resolves to
   // { found: "there" | "over" | "missing" | "away", … }. `onEvent(name, data)`. `onState(state,
   // probed)`: "connecting", "live", "lost", "over" or "missing"; `probed`, if a probe told so.
-  constructor({ address, cursor, probe, onEvent, onState, silenceMs = LONGEST_SILENCE_MS }) {
-    Object.assign(this, { address, cursor, probe, onEvent, onState, silenceMs });
+  constructor({
+    address, admitted, cursor, probe, onEvent, onState, silenceMs = LONGEST_SILENCE_MS,
+  }) {
+    Object.assign(this, { address, admitted, cursor, probe, onEvent, onState, silenceMs });
     this.state = null;
     this.failures = 0; // in a row, since something was heard
     this.refusals = 0; // of a WebSocket, before it was open
@@ -59,8 +62,6 @@ export class Connection {
     clearTimeout(this.timers.retry);
     this.hangUp();
     if (this.state !== "lost") this.tell("connecting");
-    const cursor = this.cursor();
-    const path = cursor ? `${this.address}?after=${encodeURIComponent(cursor)}` : this.address;
     const link = { openedAt: performance.now(), isOpen: false, hasSpoken: false };
     this.link = link;
     this.heardAt = link.openedAt;
@@ -70,7 +71,22 @@ export class Connection {
       failed: () => this.link === link && this.failed(link),
     };
     link.isSocket = webSocketsWork;
-    link.close = webSocketsWork ? openSocket(path, hears) : openEventSource(path, hears);
+    link.close = () => {};
+    this.connect(link, hears);
+  }
+
+  async connect(link, hears) {
+    let path;
+    try {
+      path = await this.admitted(this.address);
+    } catch {
+      hears.failed();
+      return;
+    }
+    if (this.link !== link) return;
+    const cursor = this.cursor();
+    if (cursor) path += `${path.includes("?") ? "&" : "?"}after=${encodeURIComponent(cursor)}`;
+    link.close = link.isSocket ? openSocket(path, hears) : openEventSource(path, hears);
   }
 
   hangUp() {

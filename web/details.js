@@ -2,6 +2,7 @@
 
 import { make, say, set, time } from "./dom.js";
 import { Folded } from "./folded.js";
+import { storedKey } from "./key.js";
 import { dependentsOf } from "./model.js";
 import { asJson, clockTime, detailWords, listed, resultText, transitionWords } from "./words.js";
 
@@ -28,7 +29,7 @@ export class StepDetails {
         ...fact("Needed by", listed(dependentsOf(run, step).map((other) => other.name), 20) || "nothing"),
         make("dt", {}, "Counted"), this.counts,
         make("dt", {}, "Task"),
-        make("dd", {}, make("a", { href: `/tasks/${step.id}` }, `/tasks/${step.id}`)),
+        make("dd", {}, taskLink(step.id)),
       ),
       this.parts.error,
       this.parts.live,
@@ -57,6 +58,12 @@ export class StepDetails {
     this.told = entries.length;
     this.story.replaceChildren(...entries.map((entry) => make("li", {}, ...sentence(entry))));
   }
+}
+
+// An address that a browser opens by itself brings no key.
+function taskLink(id) {
+  const path = `/tasks/${id}`;
+  return storedKey() ? path : make("a", { href: path }, path);
 }
 
 function sentence(entry) {

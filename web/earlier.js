@@ -43,7 +43,8 @@ export class EarlierRuns {
       }
       this.show(runs, cursor);
     } catch (refused) {
-      say(this.said, this.rows.size ? "" : refused.message);
+      const why = refused.status === 401 ? "They show once there is a key." : refused.message;
+      say(this.said, this.rows.size ? "" : why);
     } finally {
       this.isReading = false;
     }

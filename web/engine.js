@@ -20,7 +20,8 @@ export function watchEngine() {
       const stats = await get("/stats");
       show(...judged(stats));
     } catch (refused) {
-      show("away", "away", refused.message);
+      if (refused.status === 401) show("alone", "needs a key", "");
+      else show("away", "away", refused.message);
     }
   }
 
@@ -35,12 +36,13 @@ export function watchEngine() {
 export function judged({ workers, depth, delayed, running, paused_routes: paused }) {
   const waiting = depth + delayed;
   const closed = Object.entries(paused).map(([route, why]) => `route ${route} paused: ${why}`);
+  const isTold = workers !== null; // a tenant is not
   const figures = [
-    workers.length === 1 ? "1 worker" : `${workers.length} workers`,
+    ...(isTold ? [workers.length === 1 ? "1 worker" : `${workers.length} workers`] : []),
     `${running} executing`,
     `${waiting} queued`,
-    ...(workers.length ? closed : []),
+    ...(workers?.length === 0 ? [] : closed),
   ].join(" · ");
-  if (!workers.length) return ["alone", "no worker", `${figures} – start one: python scheduler.py`];
+  if (isTold && !workers.length) return ["alone", "no worker", `${figures} – start one: python scheduler.py`];
   return running || depth ? ["live", "live", figures] : ["idle", "idle", figures];
 }

@@ -2,6 +2,7 @@
 
 import { serverNow } from "./clock.js";
 import { badge, find, make, say, set, showBadge } from "./dom.js";
+import { onRefused } from "./key.js";
 import { isFinal, stepsOf } from "./model.js";
 import { LOOKS, dayTime, lookOfStatus, runSeconds, span, wordOfRun, wordOfStep } from "./words.js";
 
@@ -11,6 +12,7 @@ const CONNECTION_WORDS = {
   lost: "Connection lost. Trying again; nothing is missed",
   over: "This run is over",
 };
+const NO_KEY = "Waiting for a key that the API accepts";
 const TOLD_ALOUD = new Set(["FAILED", "AWAITING_APPROVAL", "CANCELLED"]);
 
 export class RunHead {
@@ -28,6 +30,10 @@ export class RunHead {
       return make("li", {}, shown);
     });
     find("legend").append(...legend);
+    onRefused(() => {
+      this.isRefused = true; // until the page begins anew with another key
+      if (this.connection === "lost") this.showConnection("lost");
+    });
   }
 
   // --- what the main part shows ---
@@ -67,9 +73,12 @@ export class RunHead {
   }
 
   showConnection(state) {
+    this.connection = state;
+    const isLost = state === "lost";
+    const why = this.isRefused ? NO_KEY : "The API does not answer. Trying again…";
     set(find("connection"), "data-state", state);
-    say(find("connection-said"), CONNECTION_WORDS[state]);
-    say(find("loading-lost"), state === "lost" ? "The API does not answer. Trying again…" : "");
+    say(find("connection-said"), isLost && this.isRefused ? NO_KEY : CONNECTION_WORDS[state]);
+    say(find("loading-lost"), isLost ? why : "");
     set(find("retry-now"), "hidden", state !== "lost");
   }
 

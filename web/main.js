@@ -1,6 +1,7 @@
 // Puts the page together: which run is open, what comes of its events, what the buttons do.
 
-import { call, get, getPages } from "./api.js";
+import { admitted, call, get, getPages } from "./api.js";
+import { openKeyForm } from "./ask.js";
 import { heardOfTime } from "./clock.js";
 import { Connection } from "./connection.js";
 import { find } from "./dom.js";
@@ -67,6 +68,7 @@ function follow() {
   connection?.stop();
   connection = new Connection({
     address: `/runs/${mine.id}/events`,
+    admitted,
     cursor: () => mine.cursor,
     probe: () => probe(mine.id),
     onEvent: (name, data) => run === mine && take(name, data),
@@ -222,6 +224,7 @@ async function cancel() {
 
 // --- begin -----------------------------------------------------------------------------------
 
+openKeyForm();
 watchEngine();
 openForm((submitted) => {
   goTo(submitted.run_id);

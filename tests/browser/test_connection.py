@@ -36,7 +36,8 @@ async () => {
     const { Connection } = await import("/web/connection.js");
     window.states = [];
     const connection = new Connection({
-        address: "/runs/1/events", cursor: () => null, onEvent: () => {}, silenceMs: 200,
+        address: "/runs/1/events", admitted: async (path) => path, cursor: () => null,
+        onEvent: () => {}, silenceMs: 200,
         probe: async () => ({ found: "there" }), onState: (state) => window.states.push(state),
     });
     connection.start();

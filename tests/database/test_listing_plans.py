@@ -84,6 +84,7 @@ def check_reads_little(conn: Connection, statement: str, values: dict[str, Any],
 
 PAGE = {
     "tenant": "default",
+    "tenants": ["default"],
     "limit": LIMIT,
     "before": db.LARGEST_ID,
     "most_bytes": 2**20,

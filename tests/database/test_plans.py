@@ -19,7 +19,7 @@ import pytest
 import db
 from config import ROOT
 from db import Connection, Row
-from queries import claims, events, leases, listings, operations, runs, steps
+from queries import claims, events, leases, listings, operations, quotas, runs, steps
 from queries.leases import Outcome
 from states import Kind, Status
 from tests.conftest import administrator, fresh_database, settings_for
@@ -63,6 +63,11 @@ SAMPLES: dict[str, Any] = {
     **dict.fromkeys(("lease_seconds", "spread_seconds", "present_seconds", "delay_seconds"), 1.0),
     **dict.fromkeys(("tenant", "name", "worker", "after_tenant", "scope", "key", "prompt"), "x"),
     "budgets": "{}",
+    **{name: ["x"] for name in ("tenants", "kinds")},
+    "block": 1,
+    **dict.fromkeys(("key_id", "path"), "x"),
+    **dict.fromkeys(("secret_hash", "ticket_hash"), b"x"),
+    "seconds": 1.0,
 }
 
 
@@ -227,9 +232,11 @@ def of_workers(leased: list[Row]) -> dict[str, Ask]:
 
 
 def of_the_api(here: events.Position) -> dict[str, Ask]:
-    listed = {"limit": 20, "present_seconds": 30, "most_bytes": 2**20, "tenant": "tenant-7"}
+    queued = {"tenant": "tenant-7", "kinds": list(Kind), "most": 20}
+    shown = {"limit": 20, "present_seconds": 30, "most_bytes": 2**20}
+    listed = {**shown, "tenant": "tenant-7", "tenants": ["tenant-7"]}
     everything = {"statuses": list(Status), "kinds": list(Kind), "before": db.LARGEST_ID}
-    dead = {**listed, "tenant": "tenant-0", "before": db.LARGEST_ID}
+    dead = {**shown, "tenants": ["tenant-0"], "before": db.LARGEST_ID}
     by_number = {**listed, "number": 4707, "name": None}
     by_name = {**listed, "number": None, "name": "name-4710", "tenant": "tenant-110"}
     batch = {"tenant": "tenant-1", "scope": "tasks", "key": "1"}
@@ -251,6 +258,8 @@ def of_the_api(here: events.Position) -> dict[str, Ask]:
         "the newest of all": (listings.LIST_TASKS, {**listed, **everything}, 800, 84),
         "older ones": (listings.LIST_TASKS, {**listed, **everything, "before": 30_000}, 800, 84),
         "dead letters": (listings.LIST_DEAD_LETTERS, dead, 400, 21),
+        "what waits": (quotas.COUNT_QUEUED, queued, 120, 0),
+        "the tenants": (listings.TENANTS, {}, 1000, 0),
         "audit": (listings.LIST_TRANSITIONS, {"task_id": 4711, "after": 0, "limit": 20}, 30, 2),
         "where the events are": (events.HERE, now, 30, 0),
         "no events": (events.READ_EVENTS, now, 30, 2),
@@ -264,7 +273,7 @@ def of_runs() -> dict[str, Ask]:
     references = [{"ordinal": n, "step": f"step-{n}", "path": []} for n in range(1, 5)]
     asked = {**one, "references": json.dumps(references), "most_bytes": 2**20}
     shown = {"number": A_RUN, "tenant": "tenant-7", "present_seconds": 30, "most_bytes": 2**20}
-    listed = {"kinds": ["run"], "statuses": ["BLOCKED"], "tenant": "tenant-7", "limit": 5}
+    listed = {"kinds": ["run"], "statuses": ["BLOCKED"], "tenants": ["tenant-7"], "limit": 5}
     audit = {"run_id": A_RUN, "after": 0, "limit": 20}
     return {
         "lock a run": (steps.LOCK_RUNS, one, 20, 1),
@@ -333,6 +342,14 @@ NOT_HOT = {
     "READ_OTHERS": "once per migration",
     "SAY_WATCHED": "touches no table",
     "SEND_TOKENS": "touches no table",
+    "TAKE_REQUESTS": "one row by its key",
+    "CREATE_KEY": "inserts one row",
+    "FIND_KEY": "one row by its key, and whether there is any",
+    "LIST_KEYS": "there are as many rows as keys, and a person reads them",
+    "REVOKE_KEY": "one row by its key",
+    "CREATE_TICKET": "inserts one row",
+    "FORGET_TICKETS": "ten rows; there are as many as streams were opened within a minute",
+    "FIND_TICKET": "two rows by their keys",
     "FORGET_WORKERS": "there are as many rows as workers",
     "REPORT_WORKER": "there are as many rows as workers",
 }

@@ -18,9 +18,8 @@ from tests.support import rows
 from tests.support.client import Client, refused
 from tests.support.processes import Api, eventually
 
-# As design.md lists them.
 FIELDS = {
-    "task_id", "status", "result", "id", "kind", "error", "route", "model", "cost",
+    "task_id", "status", "result", "id", "tenant", "kind", "error", "route", "model", "cost",
     "prompt_tokens", "completion_tokens", "truncated", "duration_seconds", "retry_count",
     "delivery_count", "attempt", "priority", "run_id", "step", "state", "waiting_for", "worker",
     "lease_expires_at", "cancel_requested", "metadata", "created_at", "available_at",
@@ -49,7 +48,7 @@ def test_a_new_task_shows_every_field_of_the_contract_and_no_other(client: Clien
     assert task["truncated"] is task["cancel_requested"] is False
     empty = FIELDS - {"task_id", "status", "id", "kind", "priority", "retry_count", "attempt"}
     empty -= {"delivery_count", "prompt_tokens", "completion_tokens", "truncated"}
-    empty -= {"cancel_requested", "created_at", "available_at"}
+    empty -= {"cancel_requested", "created_at", "available_at", "tenant"}
     assert {field: task[field] for field in empty} == dict.fromkeys(empty)
 
 

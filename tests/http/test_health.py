@@ -75,8 +75,11 @@ def test_without_postgres_every_request_is_answered_503_and_when_to_come_back(
     assert int(answer.headers["Retry-After"]) >= 1
 
 
-def test_without_postgres_what_is_wrong_is_still_refused_as_such(cut_off: Api) -> None:
-    refused(Client(cut_off.http, "t").post({"prompt": ""}), 422, field="prompt")
+def test_without_postgres_nobody_is_let_in_since_it_cannot_be_told_whether_a_key_is_needed(
+    cut_off: Api,
+) -> None:
+    assert "database" in refused(Client(cut_off.http, "t").post({"prompt": ""}), 503)
+    assert "database" in refused(cut_off.http.get("/nothing"), 503)
 
 
 def test_the_password_of_the_database_is_told_to_nobody(cut_off: Api) -> None:

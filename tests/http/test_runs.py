@@ -332,7 +332,7 @@ def test_a_list_shows_each_run_with_its_steps_counted(runs: RunClient, conn: Con
     finish(conn, run["run_id"], "c")
     assert runs.read("/runs")["runs"] == [
         {
-            "run_id": run["run_id"], "goal": "a goal", "status": "RUNNING",
+            "run_id": run["run_id"], "goal": "a goal", "status": "RUNNING", "tenant": runs.tenant,
             "created_at": run["created_at"], "finished_at": None,
             "steps_by_status": {"PENDING": 1, "BLOCKED": 1, "SUCCEEDED": 1},
         }

@@ -1,0 +1,50 @@
+"""api/keys.py: a stream whose reader may have lost his key, while nobody can be asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from api.keys import Keys
+from errors import DatabaseUnavailable
+from queries.keys import ApiKey
+
+
+class Away:
+    """A database that cannot be asked."""
+
+    def run(self, *args: Any) -> Any:
+        raise DatabaseUnavailable
+
+
+KEY = ApiKey("0" * 12, b"", "acme", is_revoked=False)
+
+
+@pytest.mark.parametrize("key", [KEY, None], ids=["with a key", "of an open API"])
+def test_while_the_database_is_away_a_stream_says_that_it_is_there_and_tells_nothing(
+    key: ApiKey | None,
+) -> None:
+    passed, closed = [], []
+
+    async def bundles() -> AsyncGenerator[list[str], None]:
+        try:
+            for bundle in ([], [], ["news"], ["more"]):
+                yield bundle
+        finally:
+            closed.append(True)
+
+    async def read() -> None:
+        keys = Keys(Away(), cache_seconds=5)  # type: ignore[arg-type]
+        async for bundle in keys.while_admitted(bundles(), key):
+            passed.append(bundle)
+
+    async def follow() -> None:
+        with pytest.raises(DatabaseUnavailable):
+            await read()
+        assert closed == [True]  # by now, and not when the loop ends
+
+    asyncio.run(follow())
+    assert passed == [[], []]
