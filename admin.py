@@ -1,7 +1,8 @@
-"""The operator's commands: python admin.py migrate | maintain | keys
+"""The operator's commands: python admin.py migrate | maintain | purge | keys
 
 migrate     bring the database's schema to the version this program needs
 maintain    make the audit log's partitions of the coming months
+purge       delete what [retention] of config.toml no longer keeps
 keys        create, list and revoke API keys
 """
 
@@ -10,16 +11,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 
 import db
 from config import ConfigError, Settings, load_config
 from errors import OrchestratorError
 from queries.keys import create_key, list_keys, revoke_key
+from queries.retention import drop_old_audit_partitions, purge_finished
 from queries.schema import ensure_audit_partitions, ensure_schema, migrate, wanted_version
 
-Command = Callable[[db.Connection, argparse.Namespace], str]
+# Tells what was done, as it is done.
+Command = Callable[[db.Connection, argparse.Namespace, Settings], Iterator[str]]
 
 
 def main() -> int:
@@ -29,7 +32,8 @@ def main() -> int:
     try:
         settings = load_config()
         with contextlib.closing(connect(settings)) as conn:
-            sys.stdout.write(command(conn, arguments) + "\n")
+            for done in command(conn, arguments, settings):
+                sys.stdout.write(done + "\n")
     except (ConfigError, OrchestratorError) as failed:
         sys.stderr.write(f"{failed}\n")
         return 1
@@ -43,6 +47,8 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("migrate", help=about).set_defaults(run=run_migrate)
     about = "make the audit log's partitions of the coming months"
     commands.add_parser("maintain", help=about).set_defaults(run=run_maintain)
+    about = "delete what [retention] of config.toml no longer keeps"
+    commands.add_parser("purge", help=about).set_defaults(run=run_purge)
     about = "who may use the API; the first key closes it to everybody without one"
     keys = commands.add_parser("keys", help=about, description=about)
     of_keys = keys.add_subparsers(dest="keys", required=True)
@@ -65,44 +71,63 @@ def connect(settings: Settings) -> db.Connection:
     return conn
 
 
-def run_migrate(conn: db.Connection, arguments: argparse.Namespace) -> str:
-    done = migrate(conn)
-    if not done:
-        return f"The schema is at version {wanted_version()}; nothing to do."
-    return f"The schema went to version {', then '.join(map(str, done))}."
+def run_migrate(conn: db.Connection, _: argparse.Namespace, __: Settings) -> Iterator[str]:
+    if done := migrate(conn):
+        yield f"The schema went to version {', then '.join(map(str, done))}."
+    else:
+        yield f"The schema is at version {wanted_version()}; nothing to do."
 
 
-def run_maintain(conn: db.Connection, arguments: argparse.Namespace) -> str:
-    made = ensure_audit_partitions(conn)
-    return f"Partitions of the audit log made: {made}."
+def run_maintain(conn: db.Connection, _: argparse.Namespace, __: Settings) -> Iterator[str]:
+    yield f"Partitions of the audit log made: {ensure_audit_partitions(conn)}."
 
 
-def run_create_key(conn: db.Connection, arguments: argparse.Namespace) -> str:
+def run_purge(conn: db.Connection, _: argparse.Namespace, settings: Settings) -> Iterator[str]:
+    """Whatever is in use now, the next purge takes."""
+    keep = settings.retention
+    if keep.finished_days:
+        done = purge_finished(conn, keep.finished_days)
+        yield (
+            f"Finished more than {keep.finished_days} days ago, and deleted: "
+            f"tasks {done.tasks}, runs {done.runs} with steps {done.steps} and edges {done.edges}."
+        )
+    else:
+        yield "Finished tasks are kept for ever: retention.finished_days is 0."
+    if keep.audit_days:
+        dropped = drop_old_audit_partitions(conn, keep.audit_days)
+        yield f"Months of the audit log dropped: {', '.join(dropped) or 'none'}."
+    else:
+        yield "The audit log is kept for ever: retention.audit_days is 0."
+
+
+def run_create_key(
+    conn: db.Connection, arguments: argparse.Namespace, _: Settings
+) -> Iterator[str]:
     ensure_schema(conn)
-    return (
-        f"{create_key(conn, arguments.tenant)}\n"
-        "Keep it now, it is not shown again; send it with each request as the header X-API-Key."
-    )
+    yield create_key(conn, arguments.tenant)
+    yield "Keep it now, it is not shown again; send it with each request as the header X-API-Key."
 
 
-def run_list_keys(conn: db.Connection, arguments: argparse.Namespace) -> str:
+def run_list_keys(conn: db.Connection, _: argparse.Namespace, __: Settings) -> Iterator[str]:
     ensure_schema(conn)
     keys = list_keys(conn)
     if not keys:
-        return "No key was ever created: the API is open to everybody who reaches it."
-    lines = [f"{'id':12}  {'created':20}  {'revoked':20}  whose"]
+        yield "No key was ever created: the API is open to everybody who reaches it."
+        return
+    yield f"{'id':12}  {'created':20}  {'revoked':20}  whose"
     for key in keys:
         whose = "an operator's" if key["tenant"] is None else f"tenant {key['tenant']}"
         created, revoked = as_utc(key["created_at"]), as_utc(key["revoked_at"])
-        lines.append(f"{key['key_id']}  {created:20}  {revoked:20}  {whose}")
-    return "\n".join(lines)
+        yield f"{key['key_id']}  {created:20}  {revoked:20}  {whose}"
 
 
-def run_revoke_key(conn: db.Connection, arguments: argparse.Namespace) -> str:
+def run_revoke_key(
+    conn: db.Connection, arguments: argparse.Namespace, _: Settings
+) -> Iterator[str]:
     ensure_schema(conn)
     key_id = arguments.key.removeprefix("ak_").split("_")[0]
     revoke_key(conn, key_id)
-    return (
+    yield (
         f"Key {key_id} is revoked. Each API process notices within limits.key_cache_seconds "
         "of config.toml."
     )

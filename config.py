@@ -49,6 +49,9 @@ Seconds = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=F
 Money = Annotated[Decimal, Field(ge=0, allow_inf_nan=False)]
 HttpUrl = Annotated[str, Field(strict=True, pattern=r"^https?://[^\s/]+")]
 Name = Annotated[str, Field(strict=True, min_length=1)]
+LONGEST_DAYS = 36_500  # a century; Postgres cannot go back as far as an integer could
+Days = Annotated[int, Field(strict=True, ge=0, le=LONGEST_DAYS)]
+VariableName = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z_]\w*$")]
 
 
 class ConfigError(Exception):
@@ -116,6 +119,35 @@ class Ollama(Section):
         return self.cloud_url if route == "cloud" and self.cloud_url else self.url
 
 
+class BackendSettings(Section):
+    """Where a route's calls go: Ollama's API (its addresses are in [ollama]), or OpenAI's."""
+
+    api: Literal["ollama", "openai"] = "ollama"
+    url: HttpUrl | Literal[""] = ""
+    key_env: VariableName | Literal[""] = ""
+    limit_as: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
+
+    @model_validator(mode="after")
+    def has_one_address(self) -> BackendSettings:
+        if self.api == "openai" and not self.url:
+            raise ValueError('api = "openai" needs url, the address of the server')
+        if self.api == "ollama" and (self.url or self.key_env or self.limit_as != "max_tokens"):
+            raise ValueError(
+                'url, key_env and limit_as go with api = "openai"; the addresses of Ollama are '
+                "ollama.url and ollama.cloud_url, its key is OLLAMA_API_KEY"
+            )
+        return self
+
+
+class Backends(Section):
+    local: BackendSettings = BackendSettings()
+    cloud: BackendSettings = BackendSettings()
+
+    def of_route(self, route: str) -> BackendSettings:
+        """What serves `route` (local or cloud)."""
+        return self.cloud if route == "cloud" else self.local
+
+
 class WorkerSettings(Section):
     concurrency: AtLeastOne = 4
     lease_seconds: Seconds = 30
@@ -158,6 +190,11 @@ class Limits(Section):
     ticket_seconds: Seconds = 60
     tenant_requests_per_minute: Count = 0
     tenant_queued_tasks: Count = 0
+
+
+class Retention(Section):
+    finished_days: Days = 0
+    audit_days: Days = 0
 
 
 class DatabaseSettings(Section):
@@ -255,8 +292,10 @@ class Settings(Section):
     models: Models = Models()
     cost: Cost = Cost()
     ollama: Ollama = Ollama()
+    backends: Backends = Backends()
     worker: WorkerSettings = WorkerSettings()
     limits: Limits = Limits()
+    retention: Retention = Retention()
     database: DatabaseSettings = DatabaseSettings()
     http_get: HttpGet = HttpGet()
     mcp: Mcp = Mcp()
@@ -264,6 +303,15 @@ class Settings(Section):
     database_url: Name
     database_listen_url: Name
     ollama_api_key: SecretStr | None = None
+    api_keys: Mapping[str, SecretStr] = {}  # by route: what the variable of its key_env holds
+
+    @model_validator(mode="after")
+    def the_cloud_is_one_server(self) -> Settings:
+        if self.backends.cloud.api == "openai" and self.ollama.cloud_url:
+            raise ValueError(
+                'ollama.cloud_url is not used with backends.cloud.api = "openai"; leave one out'
+            )
+        return self
 
 
 def load_config(path: Path | None = None, environ: Mapping[str, str] | None = None) -> Settings:
@@ -276,7 +324,7 @@ def load_config(path: Path | None = None, environ: Mapping[str, str] | None = No
     file = Path(path or given.get("ORCHESTRATOR_CONFIG") or ROOT / "config.toml")
     env = {**_read_dotenv(file.parent / ".env"), **given}
     sections = _read_toml(file, must_exist=file != ROOT / "config.toml")
-    for key in ("database_url", "database_listen_url", "ollama_api_key"):
+    for key in ("database_url", "database_listen_url", "ollama_api_key", "api_keys"):
         if key in sections:
             raise ConfigError(f"{file}: {key} belongs in the environment or in .env, not here")
     if env.get("OLLAMA_URL"):
@@ -286,7 +334,7 @@ def load_config(path: Path | None = None, environ: Mapping[str, str] | None = No
     for address in (url, listen_url):
         _check_database_url(address)
     try:
-        return Settings.model_validate(
+        settings = Settings.model_validate(
             {
                 **sections,
                 "database_url": url,
@@ -296,6 +344,7 @@ def load_config(path: Path | None = None, environ: Mapping[str, str] | None = No
         )
     except ValidationError as refused:
         raise ConfigError(f"{file}: {_in_plain_words(refused)}") from refused
+    return settings.model_copy(update={"api_keys": _api_keys(settings.backends, env)})
 
 
 @lru_cache(maxsize=1)
@@ -319,6 +368,12 @@ def _read_toml(file: Path, must_exist: bool) -> dict[str, Any]:
 def _read_dotenv(file: Path) -> dict[str, str]:
     values = dotenv_values(file, interpolate=False) if file.is_file() else {}
     return {key: value for key, value in values.items() if value is not None}
+
+
+def _api_keys(backends: Backends, env: Mapping[str, str]) -> dict[str, SecretStr]:
+    """The keys that there are; the API process, say, may do without those of the workers."""
+    variables = {"local": backends.local.key_env, "cloud": backends.cloud.key_env}
+    return {route: SecretStr(env[name]) for route, name in variables.items() if env.get(name)}
 
 
 def _table(file: Path, sections: dict[str, Any], name: str) -> dict[str, Any]:
@@ -350,7 +405,7 @@ def _in_plain_words(refused: ValidationError) -> str:
         if error["type"] == "extra_forbidden":
             problems.append(f"{key} is not a known setting")
         elif error["type"] == "value_error":
-            problems.append(f"{key}: {error['ctx']['error']}")
+            problems.append(": ".join(filter(None, [key, str(error["ctx"]["error"])])))
         else:
             problems.append(f"{key} = {error['input']!r}: {error['msg']}")
     return "; ".join(problems)

@@ -9,8 +9,8 @@ from typing import Any
 
 from config import Settings
 from execution.answers import InvalidAnswer, Read, reader, repair_prompt
+from execution.backends.interface import Backend, Completion
 from execution.errors import CallEnded, Failure, Permanent
-from execution.ollama import Completion, OllamaClient
 from execution.text import storable
 from execution.tools.threads import in_thread
 from queries.leases import ClaimedTask, Outcome
@@ -20,7 +20,7 @@ from runs.templates import TemplateError, as_text, fill
 async def run_prompt(
     task: ClaimedTask,
     route: str,
-    client: OllamaClient,
+    backend: Backend,
     settings: Settings,
     on_piece: Callable[[str], None],
 ) -> Outcome:
@@ -36,7 +36,7 @@ async def run_prompt(
     prompt, read = await in_thread(
         f"preparation of task {task.task_id}", partial(_prepared, task, settings)
     )
-    calls = _Calls(client, model, on_piece, task.payload.get("format"))
+    calls = _Calls(backend, model, on_piece, task.payload.get("format"))
     try:
         result = await _result(calls, prompt, read)
     except CallEnded as ended:
@@ -60,7 +60,7 @@ async def run_prompt(
 class _Calls:
     """The calls of one attempt, added up."""
 
-    client: OllamaClient
+    backend: Backend
     model: str
     on_piece: Callable[[str], None] = field(repr=False)
     schema: Mapping[str, Any] | None
@@ -69,7 +69,7 @@ class _Calls:
     truncated: bool = False
 
     async def ask(self, prompt: str) -> str:
-        answer: Completion = await self.client.complete(
+        answer: Completion = await self.backend.complete(
             self.model, prompt, self.on_piece, self.schema
         )
         self.prompt_tokens += answer.prompt_tokens

@@ -1,7 +1,7 @@
 """Which routes take calls now, and which of them a claimed task goes to.
 
 A route is open or paused. It pauses when its server is away, for a delay that grows with each
-call that finds it so, and opens again when GET /api/version answers: a task is never the probe.
+call that finds it so, and opens again when its server answers a probe: a task is never the probe.
 A worker begins with all routes paused and probed at once, so that nothing is claimed for a
 server that is not there.
 """

@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from config import Settings
+from execution.backends import backend_of
 from execution.errors import CallEnded, Failure, Outage, Permanent
-from execution.ollama import OllamaClient
 from execution.prompt import run_prompt
 from execution.routes import ROUTES, Routes
 from execution.text import error_text
@@ -59,7 +59,7 @@ class Runner:
         self._running: dict[Lease, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._go_round, name="runner", daemon=True)
-        self._clients = {name: OllamaClient(settings, name) for name in ROUTES}
+        self._backends = {name: backend_of(settings, name) for name in ROUTES}
         self._tools = ToolCalls(settings)
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._hang_ups: Counter[int] = Counter()  # by task
@@ -181,7 +181,7 @@ class Runner:
     def _handler(self, task: ClaimedTask, route: str | None) -> Awaitable[Outcome]:
         if task.kind == "prompt" and route is not None:
             tell = partial(self._on_piece, task)
-            return run_prompt(task, route, self._clients[route], self._settings, tell)
+            return run_prompt(task, route, self._backends[route], self._settings, tell)
         if task.kind == "tool":
             return self._tools.run(task)
         raise Permanent(f"this worker does not know tasks of kind {task.kind!r}; update it")
@@ -205,7 +205,7 @@ class Runner:
         while True:
             await asyncio.sleep(wait_seconds)
             try:
-                await self._clients[route].probe()
+                await self._backends[route].probe()
                 break
             except Outage as ended:
                 wait_seconds = self._routes.pause(route, str(ended), ended.retry_after_seconds)
@@ -223,8 +223,8 @@ class Runner:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         await self._tools.close()
-        for client in self._clients.values():
-            await client.close()
+        for backend in self._backends.values():
+            await backend.close()
 
 
 def _log_paused(route: str, ended: Outage, wait_seconds: float) -> None:

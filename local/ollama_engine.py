@@ -62,7 +62,7 @@ class Engine:
     async def load(self) -> None:
         """Read the model from disk; a second or so."""
         key = secrets.token_hex()
-        self._server = await asyncio.to_thread(_start_server, self.parallel, key)
+        self._server = await asyncio.to_thread(start_server, self.parallel, key)
         self._http = httpx.AsyncClient(
             base_url=self._server.listening_address,
             headers={"Authorization": f"Bearer {key}"},
@@ -179,7 +179,8 @@ def find_model() -> Path:
     return files[0]
 
 
-def _start_server(parallel: int, key: str) -> Any:
+def start_server(parallel: int, key: str) -> Any:
+    """llama.cpp's own server, with the model loaded; it ends when nothing refers to it."""
     import xllamacpp  # here, so that the port answers "loading" before this library is read
 
     params = xllamacpp.CommonParams()

@@ -151,6 +151,8 @@ class Start:
             self._remember("DATABASE_URL", f"port {self.options.postgres_port} was taken")
 
     def _start_model(self) -> None:
+        if not self._models_of_ollama():
+            return say("Model: config.toml names other servers for both routes; none is started.")
         configured = self.settings.ollama.url
         plan = plan_model(
             configured if configured != USUAL_OLLAMA_URL else None,
@@ -175,10 +177,15 @@ class Start:
             say(f"Model: nothing answers at {url} yet. Tasks wait until it does.")
             return
         present = models_of(url)
-        wanted = (self.settings.models.local, self.settings.models.cloud)
-        for name in dict.fromkeys(wanted):
+        for name in dict.fromkeys(self._models_of_ollama()):
             if with_tag(name) not in present:
                 say(f"Model: it does not have {name}. Needed: ollama pull {name}")
+
+    def _models_of_ollama(self) -> list[str]:
+        """Of the routes that are not served by something else."""
+        backends, models = self.settings.backends, self.settings.models
+        routes = [name for name in ("local", "cloud") if backends.of_route(name).api == "ollama"]
+        return [models.of_route(name) for name in routes]
 
     def _start_api(self) -> str:
         plan = plan_api(self.options.api_port)

@@ -229,8 +229,12 @@ def requeue_task(conn: Connection, tenant: str, reference: str) -> Changed:
 
 
 def _lock_run_of(cursor: Cursor, task: Row) -> Row | None:
-    """Before a step is changed: the row of its run, locked. A lone task has none."""
-    return lock_runs(cursor, [task["run_id"]])[0] if task["run_id"] else None
+    """Before a step is changed: the row of its run, locked. A lone task has none.
+
+    Nor has a step that was purged with its run since; then it is found no more, either.
+    """
+    runs = lock_runs(cursor, [task["run_id"]]) if task["run_id"] else []
+    return runs[0] if runs else None
 
 
 def _refuse_if_cancelled(run: Row | None) -> None:

@@ -332,11 +332,12 @@ def cancel_run(conn: Connection, tenant: str, reference: str) -> Changed:
     """
     run_id = find_run(conn, tenant, reference)["task_id"]
     with transaction(conn) as cursor:
-        (before,) = lock_runs(cursor, [run_id])
-        if Status(before["status"]).is_final:
+        before = lock_runs(cursor, [run_id])
+        if not before:  # purged since
+            raise NotFound()
+        if Status(status := before[0]["status"]).is_final:
             raise StateConflict(
-                f"run {run_id} is {before['status']} already; "
-                "only a run that has not ended can be cancelled"
+                f"run {run_id} is {status} already; only a run that has not ended can be cancelled"
             )
         effects = (ACT_FOR, CANCEL_RUN, CANCEL_STEPS, END_RUNS)
         cursor.execute(";".join(effects), {"by": tenant, "run_id": run_id, "run_ids": [run_id]})

@@ -137,6 +137,11 @@ def test_the_commands_of_the_containers_name_files_that_exist() -> None:
             assert (ROOT / file).is_file(), (name, file)
 
 
+def test_the_service_retention_maintains_and_purges_every_day() -> None:
+    command = service("retention")["command"][-1]
+    assert "python admin.py maintain && python admin.py purge; then sleep 86400" in command
+
+
 def test_the_image_runs_as_nobody_special_and_holds_neither_secrets_nor_data() -> None:
     lines = (ROOT / "Dockerfile").read_text().splitlines()
     assert [line for line in lines if line.startswith("FROM")] == ["FROM python:3.13-slim"]

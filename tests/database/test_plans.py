@@ -19,7 +19,7 @@ import pytest
 import db
 from config import ROOT
 from db import Connection, Row
-from queries import claims, events, leases, listings, operations, quotas, runs, steps
+from queries import claims, events, leases, listings, operations, quotas, retention, runs, steps
 from queries.leases import Outcome
 from states import Kind, Status
 from tests.conftest import administrator, fresh_database, settings_for
@@ -62,6 +62,7 @@ SAMPLES: dict[str, Any] = {
     **dict.fromkeys(("max_retry", "max_delivery", "max_delay_seconds"), 3),
     **dict.fromkeys(("lease_seconds", "spread_seconds", "present_seconds", "delay_seconds"), 1.0),
     **dict.fromkeys(("tenant", "name", "worker", "after_tenant", "scope", "key", "prompt"), "x"),
+    **dict.fromkeys(("days", "page_rows", "batch_rows"), 30),
     "budgets": "{}",
     **{name: ["x"] for name in ("tenants", "kinds")},
     "block": 1,
@@ -151,6 +152,17 @@ INSERT INTO step_edges (task_id, needs)
 SELECT task_id, needed
 FROM tasks CROSS JOIN LATERAL (VALUES (task_id - 200), (task_id - 201)) AS e(needed)
 WHERE kind = 'tool' AND unmet = 2;
+INSERT INTO tasks (task_id, kind, tenant, payload, status, reason, due, finished_at)
+SELECT 2000000 + 1000 * run, 'run', 'tenant-8', '{"goal": "g"}', 'SUCCEEDED', 'succeeded', false,
+       current_instant()
+FROM generate_series(1, 40) AS run;
+INSERT INTO tasks (
+    task_id, kind, tenant, payload, parent_id, step, status, reason, due, result, finished_at)
+SELECT 2000000 + 1000 * run + n, 'tool', 'tenant-8', '{}', 2000000 + 1000 * run, 'step-' || n,
+       'SUCCEEDED', 'succeeded', false, '{}', current_instant()
+FROM generate_series(1, 40) AS run CROSS JOIN generate_series(1, 100) AS n;
+INSERT INTO step_edges (task_id, needs)
+SELECT task_id, task_id - 1 FROM tasks WHERE tenant = 'tenant-8' AND step <> 'step-1';
 ALTER TABLE tasks ENABLE TRIGGER USER;
 INSERT INTO audit_log (root_id, task_id, tenant, to_status, reason, attempt)
 SELECT task_id, task_id, tenant, status, reason, 1 FROM tasks CROSS JOIN generate_series(1, 2)
@@ -161,6 +173,7 @@ WHERE parent_id IS NOT NULL;
 """
 
 A_RUN = 1_020_000  # of forty alike: 400 steps have succeeded, each of 500 needs two others
+ENDED_RUNS = [2_001_000, 2_002_000]  # of forty alike, with 100 steps each
 
 
 @pytest.fixture(scope="module", params=["fresh", "stale"])
@@ -292,12 +305,30 @@ def of_runs() -> dict[str, Ask]:
     }
 
 
+def of_retention() -> dict[str, Ask]:
+    """Such a statement may read a page and, with stale statistics, sort it: here 1,000 rows."""
+    tasks = {"after": 20_000, "last_id": 21_000, "cutoff": "2100-01-01", "batch_rows": 200}
+    ended = {**tasks, "after": 2_000_000, "last_id": 2_010_000}
+    look = {"after": 20_000, "cutoff": "2100-01-01", "page_rows": 1000}
+    return {
+        "the next page": (retention.NEXT_PAGE, look, 60, 0),
+        "delete 200 tasks": (retention.DELETE_LONE_TASKS, tasks, 2500, 1000),
+        "lock 2 runs of 10": (retention.LOCK_OLD_RUNS, ended, 400, 1000),
+        "delete 2 runs": (retention.DELETE_RUNS, {"run_ids": ENDED_RUNS}, 2000, 0),
+    }
+
+
 def hot(conn: Connection) -> dict[str, Ask]:
     leased = """
         SELECT task_id, lease_token AS token FROM tasks
         WHERE status = 'RUNNING' ORDER BY task_id DESC LIMIT 8
     """
-    return {**of_workers(sql(conn, leased)), **of_the_api(events.here(conn, 4711)), **of_runs()}
+    return {
+        **of_workers(sql(conn, leased)),
+        **of_the_api(events.here(conn, 4711)),
+        **of_runs(),
+        **of_retention(),
+    }
 
 
 def test_no_hot_statement_reads_a_table_sorts_a_backlog_or_touches_many_pages(
@@ -335,6 +366,9 @@ NOT_HOT = {
     "CREATE_RUN": "inserts one row",
     "CREATE_STEPS": "inserts what it is given",
     "CREATE_EDGES": "inserts what it is given",
+    "CUTOFF": "touches no table",
+    "OLDEST_PARTITION": "reads the catalogue: there are as many rows as months",
+    "TAKE_PARTITION_TURN": "touches no table",
     "LIST_WORKERS": "there are as many rows as workers",
     "READ_QUEUE": "counts: test_listing_plans.py",
     "READ_STATE": "once per process",

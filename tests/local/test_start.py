@@ -205,6 +205,19 @@ def occupier(machine: Machine) -> Iterator[Occupier]:
         yield occupier
 
 
+def test_with_other_servers_for_both_routes_no_model_is_started(machine: Machine) -> None:
+    with FakeOllama() as server:
+        text = machine.config.read_text().replace('\napi = "ollama"', '\napi = "openai"')
+        machine.config.write_text(text.replace('\nurl = ""', f'\nurl = "{server.url}"'))
+        run = machine.start().ready()
+        assert "config.toml names other servers for both routes" in run.said
+        assert not [pid for pid in machine.processes() if "local.model" in _command_of(pid)]
+        run.call("/tasks", {"prompt": "Say hello."})
+        assert run.call("/tasks/1?wait=30")["status"] == "SUCCEEDED"
+        assert server.calls[0].path == "/v1/chat/completions"
+        assert run.end() == 0
+
+
 @pytest.mark.usefixtures("ollama")
 def test_a_prompt_is_answered_and_its_task_survives_a_restart(machine: Machine) -> None:
     run = machine.start().ready()

@@ -5,7 +5,8 @@
         ...                                             # a worker uses fake.url
         assert [call.outcome for call in fake.calls_for("flaky")] == ["finished", "finished"]
 
-A behaviour is a function of one `Reply`; a call that no rule matches is echoed. The server
+A behaviour is a function of one `Reply`; a call that no rule matches is echoed. Below /v1/ it
+speaks OpenAI's API, in the words of fake_openai.py; the behaviours are the same. The server
 asserts nothing, prints nothing, and leaves no thread and no socket behind. As a program,
 `python -m tests.support.fake_ollama --port N`, it echoes every prompt.
 """
@@ -28,6 +29,8 @@ from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Self, cast
+
+from tests.support import fake_openai
 
 MODELS = ("llama3.2:latest", "qwen3:14b")
 POLL_SECONDS = 0.02  # how often a call that waits looks whether its client is still there
@@ -52,11 +55,15 @@ class Call:
 
     @property
     def prompt(self) -> str:
-        """The prompt of /api/generate, the last user message of /api/chat."""
+        """The prompt of /api/generate, the last user message of the other calls."""
         if not isinstance(self.body, dict):
             return ""
         users = [m for m in self.body.get("messages", []) if m.get("role") == "user"]
         return str(users[-1]["content"] if users else self.body.get("prompt", ""))
+
+    @property
+    def is_openai(self) -> bool:
+        return self.path.startswith("/v1/")
 
     @property
     def text(self) -> str:
@@ -92,7 +99,8 @@ class Reply:
         if not self._begun:
             self._begun = True
             self._handler.send_response(200)
-            self._handler.send_header("Content-Type", "application/x-ndjson")
+            kind = "text/event-stream" if self.call.is_openai else "application/x-ndjson"
+            self._handler.send_header("Content-Type", kind)
             self._handler.send_header("Transfer-Encoding", "chunked")
             self._handler.end_headers()
         self._write(b"%x\r\n%s\r\n" % (len(data), data))
@@ -106,13 +114,21 @@ class Reply:
         self._handler.wfile.flush()
 
     def line(self, content: str, thinking: str = "", **fields: Any) -> bytes:
-        """One line of Ollama's, with the text where the called path has it."""
+        """One line of Ollama's, with the text where the called path has it, or OpenAI's events."""
+        if self.call.is_openai:
+            return fake_openai.line(self.call.body, content, thinking, **fields)
         thought = {"thinking": thinking} if thinking else {}
         text: dict[str, Any] = {"response": content, **thought}
         if self.call.path == "/api/chat":
             text = {"message": {"role": "assistant", "content": content, **thought}}
         head = {"model": self.call.body.get("model"), "created_at": datetime.now(UTC).isoformat()}
         return json.dumps(head | text | {"done": False} | fields).encode() + b"\n"
+
+    def error(self, message: str, code: int = 500) -> bytes:
+        """An error as the called path has it."""
+        if self.call.is_openai:
+            return json.dumps(fake_openai.error(code, message)).encode()
+        return json.dumps({"error": message}).encode()
 
     def piece(self, content: str, thinking: str = "") -> None:
         """Send a piece of the answer, or keep it for `done` when the client does not stream."""
@@ -215,7 +231,7 @@ def slow(
 
 def status(code: int, error: str = "scripted", headers: dict[str, str] | None = None) -> Behaviour:
     """An error as Ollama gives it, with headers such as Retry-After."""
-    return lambda reply: reply.send(code, json.dumps({"error": error}).encode(), headers)
+    return lambda reply: reply.send(code, reply.error(error, code), headers)
 
 
 def loading() -> Behaviour:
@@ -262,7 +278,7 @@ def mid_stream_error(error: str = "the runner has died", text: str = "This was")
         if not reply.streams:
             return status(500, error)(reply)
         reply.piece(text)
-        reply.raw(json.dumps({"error": error}).encode() + b"\n")
+        reply.raw((b"data: " if reply.call.is_openai else b"") + reply.error(error) + b"\n")
         reply.close()
 
     return play
@@ -383,6 +399,7 @@ class FakeOllama:
     def _answer_get(self, reply: Reply) -> None:
         names = [{"name": name, "model": name, "details": {}} for name in self.models]
         known = {"/api/version": {"version": "0.0.0-fake"}, "/api/tags": {"models": names}}
+        known["/v1/models"] = fake_openai.models(self.models)
         if reply.call.path == "/":
             reply.send(200, b"Ollama is running", {"Content-Type": "text/plain"})
         elif reply.call.path in known:

@@ -161,6 +161,13 @@ class Processes:
         self._started.append(worker)
         return worker
 
+    def admin(self, *arguments: str) -> str:
+        """Run `python admin.py …` to its good end; what it said."""
+        command = [sys.executable, "admin.py", *arguments]
+        ended = subprocess.run(command, cwd=ROOT, env=self._env, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
     def api(
         self, env: dict[str, str] | None = None, ready: bool = True, port: int | None = None
     ) -> Api:

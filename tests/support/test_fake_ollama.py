@@ -53,6 +53,25 @@ def test_an_answer_comes_in_chunks_and_ends_with_counts(fake: FakeOllama) -> Non
     assert (lines[-1]["eval_count"], lines[-1]["prompt_eval_count"]) == (7, 9)
 
 
+def test_below_v1_it_answers_in_the_words_of_openai(fake: FakeOllama) -> None:
+    fake.on("hello", answer("one two", tokens=7, prompt_tokens=9, chunks=2, thinking="hm"))
+    body = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
+    url = f"{fake.url}/v1/chat/completions"
+    reply = httpx.post(url, json=body | {"stream_options": {"include_usage": True}})
+    events = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
+    assert events.pop() == "[DONE]"
+    *pieces, ended, counted = map(json.loads, events)
+    deltas = [piece["choices"][0]["delta"] for piece in pieces]
+    assert deltas == [{"reasoning_content": "hm"}, {"content": "one "}, {"content": "two"}]
+    assert ended["choices"][0]["finish_reason"] == "stop"
+    assert counted["choices"] == []
+    assert counted["usage"] == {"prompt_tokens": 9, "completion_tokens": 7, "total_tokens": 16}
+    assert '"usage": {' not in httpx.post(url, json=body).text
+    fake.on("hello", status(404, "no such model"))
+    assert httpx.post(url, json=body).json()["error"]["message"] == "no such model"
+    assert httpx.get(f"{fake.url}/v1/models").json()["data"][0]["id"] == "llama3.2:latest"
+
+
 def test_without_stream_it_is_one_object_and_chat_has_a_message(fake: FakeOllama) -> None:
     assert generate(fake, stream=False).json()["response"] == "echo: hello there"
     messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]

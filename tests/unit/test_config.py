@@ -121,6 +121,34 @@ REFUSED = {
     "leave that is no truth value": (
         '[http_get]\nallow_private_addresses = "no"',
         "http_get.allow_private_addresses", "boolean"),
+    "an API that there is not": (
+        '[backends.local]\napi = "grpc"', "backends.local.api", "'ollama' or 'openai'"),
+    "OpenAI's API of no server": (
+        '[backends.cloud]\napi = "openai"', "backends.cloud", "needs url"),
+    "an address beside Ollama's": (
+        '[backends.local]\nurl = "http://x"', "backends.local", "ollama.url"),
+    "a key beside Ollama's": (
+        '[backends.cloud]\nkey_env = "A"', "backends.cloud", "OLLAMA_API_KEY"),
+    "a limit that Ollama calls otherwise": (
+        '[backends.cloud]\nlimit_as = "max_completion_tokens"', "backends.cloud", "limit_as"),
+    "a key in the place of its variable": (
+        '[backends.cloud]\napi = "openai"\nurl = "http://x"\nkey_env = "sk-1"',
+        "backends.cloud.key_env", "pattern"),
+    "an address of a backend that is none": (
+        '[backends.local]\napi = "openai"\nurl = "localhost:8080"', "backends.local.url", "https?"),
+    "a limit by another name": (
+        '[backends.local]\napi = "openai"\nurl = "http://x"\nlimit_as = "n"',
+        "backends.local.limit_as", "max_completion_tokens"),
+    "a route that there is not": ("[backends.edge]", "backends.edge", "not a known setting"),
+    "two servers of the cloud": (
+        '[ollama]\ncloud_url = "http://x"\n[backends.cloud]\napi = "openai"\nurl = "http://y"',
+        "ollama.cloud_url", "leave one out"),
+    "days in parts": (
+        "[retention]\nfinished_days = 0.5", "retention.finished_days", "integer"),
+    "days before now": ("[retention]\naudit_days = -1", "retention.audit_days", "equal to 0"),
+    "days that the calendar has not": (
+        "[retention]\nfinished_days = 36501", "retention.finished_days", "36500"),
+    "keys": ('api_keys = { local = "x" }', "api_keys", "environment"),
     "the database's address": (
         'database_url = "postgresql://x"', "database_url", "environment"),
     "the listener's address": (
@@ -135,7 +163,7 @@ def test_a_setting_that_cannot_be_meant_is_refused_with_file_key_and_reason(
     with pytest.raises(ConfigError) as refused:
         load(toml)
     message = str(refused.value)
-    assert "other.toml: " in message
+    assert re.match(r"\S+other\.toml: [\w[]", message), message
     assert re.search(rf"(^|[ :]){re.escape(key)}\b", message), message
     assert why in message
 
@@ -275,6 +303,29 @@ def test_settings_cannot_be_changed_once_they_are_read(load: Load) -> None:
         settings.retry.max_retry = 5  # type: ignore[misc]
 
 
+# --- backends --------------------------------------------------------------------------------
+
+OPENAI = 'api = "openai"\nurl = "http://x"'
+
+
+def test_both_routes_speak_ollama_s_api_unless_the_file_says_otherwise(load: Load) -> None:
+    assert [load().backends.of_route(route).api for route in ("local", "cloud")] == ["ollama"] * 2
+    backends = load(f"[backends.cloud]\n{OPENAI}").backends
+    assert [backends.of_route(route).api for route in ("local", "cloud")] == ["ollama", "openai"]
+
+
+def test_the_key_of_a_route_is_in_the_variable_that_its_key_env_names(load: Load) -> None:
+    toml = f'[backends.local]\n{OPENAI}\nkey_env = "A"\n[backends.cloud]\n{OPENAI}\nkey_env = "B"'
+    keys = load(toml, "A=of-dotenv\nB=of-dotenv", B="of-the-environment").api_keys
+    assert {route: key.get_secret_value() for route, key in keys.items()} == {
+        "local": "of-dotenv",
+        "cloud": "of-the-environment",
+    }
+    assert "of-dotenv" not in repr(load(toml, "A=of-dotenv"))
+    assert load(toml, "").api_keys == {}
+    assert load(f"[backends.local]\n{OPENAI}", A="x").api_keys == {}
+
+
 # --- tools -----------------------------------------------------------------------------------
 
 
@@ -331,13 +382,19 @@ def test_the_shipped_file_names_the_built_in_tools() -> None:
     assert tomli.loads(SHIPPED.read_text(encoding="utf-8"))["tools"] == BUILT_IN_TOOLS
 
 
+def settings_in(section: type[Section]) -> int:
+    kinds = [field.annotation for field in section.model_fields.values()]
+    inner = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
+    return len(kinds) - len(inner) + sum(map(settings_in, inner))
+
+
 def test_every_key_of_the_shipped_file_has_a_comment() -> None:
     keys = [
         line
         for line in SHIPPED.read_text(encoding="utf-8").splitlines()
         if "=" in line and line[0] not in "#["
     ]
-    settings = sum(len(section.model_fields) for section in sections().values())
+    settings = sum(map(settings_in, sections().values()))
     assert len(keys) == settings + len(BUILT_IN_TOOLS)
     assert [key for key in keys if not re.search(r"\s#\s\S+", key)] == []
 
