@@ -79,11 +79,13 @@ def run_migrate(conn: db.Connection, _: argparse.Namespace, __: Settings) -> Ite
 
 
 def run_maintain(conn: db.Connection, _: argparse.Namespace, __: Settings) -> Iterator[str]:
+    ensure_schema(conn)
     yield f"Partitions of the audit log made: {ensure_audit_partitions(conn)}."
 
 
 def run_purge(conn: db.Connection, _: argparse.Namespace, settings: Settings) -> Iterator[str]:
     """Whatever is in use now, the next purge takes."""
+    ensure_schema(conn)  # an older program knows nothing of newer tables
     keep = settings.retention
     if keep.finished_days:
         done = purge_finished(conn, keep.finished_days)

@@ -8,6 +8,7 @@ its settings does not start.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from decimal import Decimal
 from functools import lru_cache
@@ -339,7 +340,7 @@ def load_config(path: Path | None = None, environ: Mapping[str, str] | None = No
                 **sections,
                 "database_url": url,
                 "database_listen_url": listen_url,
-                "ollama_api_key": env.get("OLLAMA_API_KEY") or None,
+                "ollama_api_key": _api_key("OLLAMA_API_KEY", env),
             }
         )
     except ValidationError as refused:
@@ -373,7 +374,18 @@ def _read_dotenv(file: Path) -> dict[str, str]:
 def _api_keys(backends: Backends, env: Mapping[str, str]) -> dict[str, SecretStr]:
     """The keys that there are; the API process, say, may do without those of the workers."""
     variables = {"local": backends.local.key_env, "cloud": backends.cloud.key_env}
-    return {route: SecretStr(env[name]) for route, name in variables.items() if env.get(name)}
+    keys = {route: _api_key(name, env) for route, name in variables.items() if name}
+    return {route: key for route, key in keys.items() if key is not None}
+
+
+def _api_key(name: str, env: Mapping[str, str]) -> SecretStr | None:
+    """The key in a variable. What no header can carry would be quoted in errors, for all to see."""
+    key = env.get(name, "").strip()
+    if not re.fullmatch(r"[\x21-\x7e]*", key):
+        raise ConfigError(
+            f"{name} holds a space, a line break or a character beyond ASCII; no key has those"
+        )
+    return SecretStr(key) if key else None
 
 
 def _table(file: Path, sections: dict[str, Any], name: str) -> dict[str, Any]:

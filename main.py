@@ -32,7 +32,7 @@ from api.quotas import Quotas
 from api.requests import IdempotencyKey, idempotency, mark_replay, new_task, refused_fields
 from api.services import ApiServices, Services
 from api.submission import SubmitWriter
-from api.tenants import AnyTenant, CountedTenant, Tenant
+from api.tenants import AnyTenant, CountedTenant, Key, Tenant
 from config import ConfigError, Settings, load_config
 from errors import FieldRefused
 from states import Status
@@ -106,6 +106,7 @@ async def get_task(
     task_id: str,
     services: Services,
     tenant: AnyTenant,
+    key: Key,
     wait: Annotated[
         float, Query(ge=0, allow_inf_nan=False, description="seconds to wait for the end")
     ] = 0,
@@ -119,6 +120,7 @@ async def get_task(
     with services.changes.of_task(row["task_id"]) as changed:
         while not Status(row["status"]).is_final and (left := deadline - time.monotonic()) > 0:
             changed.clear()
+            await services.keys.admit_again(key)  # it may have been revoked meanwhile
             # Read after the event is armed: a change in between is seen here or wakes us.
             row = await read_task(services, tenant, task_id)
             if not Status(row["status"]).is_final:

@@ -17,7 +17,7 @@ from fastapi.concurrency import run_in_threadpool
 
 from api.database import Database
 from errors import DatabaseUnavailable, Unauthorized
-from queries.keys import KEY, ApiKey, find_key, key_of_ticket
+from queries.keys import KEY, TICKET, ApiKey, find_key, key_of_ticket
 
 T = TypeVar("T")
 
@@ -66,6 +66,8 @@ class Keys:
         """The key that a ticket for this path stands for; None while no key is needed."""
         if not await self.are_needed():
             return None
+        if not TICKET.fullmatch(ticket):
+            raise Unauthorized(BAD_TICKET)
         key = await run_in_threadpool(self._database.run, key_of_ticket, ticket, path)
         if key is None:
             raise Unauthorized(BAD_TICKET)
@@ -78,13 +80,14 @@ class Keys:
         async with contextlib.aclosing(bundles):
             async for bundle in bundles:
                 try:
-                    await self._admit_again(key)
+                    await self.admit_again(key)
                 except DatabaseUnavailable:
                     if bundle:  # one that is empty tells nothing but that we are still here
                         raise
                 yield bundle
 
-    async def _admit_again(self, key: ApiKey | None) -> None:
+    async def admit_again(self, key: ApiKey | None) -> None:
+        """Unauthorized if whoever came with this key would not be let in now."""
         if key is None and await self.are_needed():
             raise Unauthorized(MISSING)
         if key is not None:

@@ -7,17 +7,20 @@ tasks wait is looked up once a second: what comes to other processes meanwhile m
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import TypeVar
 
 from fastapi.concurrency import run_in_threadpool
 
 from api.database import Database
 from config import Limits
-from errors import TooMany
+from errors import DatabaseUnavailable, TooMany
 from queries.quotas import Block, count_queued, take_requests
 
 T = TypeVar("T")
@@ -25,6 +28,7 @@ T = TypeVar("T")
 BLOCKS_PER_MINUTE = 20
 LOOK_AGAIN_SECONDS = 1.0
 QUEUE_RETRY_SECONDS = 5
+LONGEST_LOOK_SECONDS = 1.0
 MOST_TENANTS = 10_000  # that are remembered
 
 
@@ -32,26 +36,23 @@ class Share:
     """What this process holds of a tenant's requests of this minute."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self._counting = threading.Lock()  # never held while anything is waited for
+        self.filling: asyncio.Task[None] | None = None
         self._left = 0
         self._until = 0.0
         self._is_spent = False
 
     def take(self) -> bool:
         """One of them, if there is one."""
-        with self._counting:
-            if self._left < 1 or time.monotonic() >= self._until:
-                return False
-            self._left -= 1
-            return True
+        if self._left < 1 or time.monotonic() >= self._until:
+            return False
+        self._left -= 1
+        return True
 
     def may_ask(self) -> bool:
         return not self._is_spent or time.monotonic() >= self._until
 
     def fill(self, block: Block, asked_at: float) -> None:
-        with self._counting:
-            self._left, self._until = block.requests, asked_at + block.seconds_left
+        self._left, self._until = block.requests, asked_at + block.seconds_left
         self._is_spent = block.requests == 0
 
     def seconds_left(self) -> int:
@@ -62,9 +63,19 @@ class Waiting:
     """How many tasks of a tenant wait, as far as this process knows."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()
         self.tasks = 0
         self.read_at = -math.inf
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """For one at a time; DatabaseUnavailable for who would have to wait for long."""
+        if not self._lock.acquire(timeout=LONGEST_LOOK_SECONDS):
+            raise DatabaseUnavailable("the tenant's queue cannot be counted now; try again shortly")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
 
 class Quotas:
@@ -82,26 +93,25 @@ class Quotas:
         if not self._requests_per_minute:
             return
         share = self._shares[tenant]
-        if not share.take():
-            await run_in_threadpool(self._take_anew, tenant, share)
-        _bound(self._shares)
-
-    def _take_anew(self, tenant: str, share: Share) -> None:
-        limit = self._requests_per_minute
-        with share.lock:  # those that come together share a block
-            if share.take():
-                return
-            if share.may_ask():
-                asked_at = time.monotonic()
-                most = math.ceil(limit / BLOCKS_PER_MINUTE)
-                block = self._database.run(take_requests, tenant, most, limit)
-                share.fill(block, asked_at)
-            if not share.take():
+        while not share.take():
+            if not share.may_ask():
                 raise TooMany(
-                    f"tenant {tenant} may send {limit} requests in a minute "
+                    f"tenant {tenant} may send {self._requests_per_minute} requests in a minute "
                     "(limits.tenant_requests_per_minute)",
                     share.seconds_left(),
                 )
+            # Those that come together share a block, or the error, and no thread waits for it.
+            if share.filling is None or share.filling.done():
+                share.filling = asyncio.create_task(self._fill(tenant, share))
+            await asyncio.shield(share.filling)
+        _bound(self._shares)
+
+    async def _fill(self, tenant: str, share: Share) -> None:
+        limit = self._requests_per_minute
+        asked_at = time.monotonic()
+        most = math.ceil(limit / BLOCKS_PER_MINUTE)
+        block = await run_in_threadpool(self._database.run, take_requests, tenant, most, limit)
+        share.fill(block, asked_at)
 
     async def add_task(self, tenant: str) -> None:
         """Count one task that is about to be submitted."""
@@ -114,7 +124,7 @@ class Quotas:
         if not most:
             return
         waiting = self._waiting[tenant]
-        with waiting.lock:
+        with waiting.held():
             now = time.monotonic()
             if now >= waiting.read_at + LOOK_AGAIN_SECONDS:
                 waiting.tasks = self._database.run(count_queued, tenant, most)

@@ -39,7 +39,7 @@ def take_requests(conn: Connection, tenant: str, most: int, limit: int) -> Block
 COUNT_QUEUED = """
 SELECT count(*) AS queued
 FROM unnest(%(kinds)s::text[]) AS asked_kind(kind)
-CROSS JOIN unnest('{PENDING,BLOCKED}'::task_status[]) AS asked_status(status)
+CROSS JOIN unnest('{PENDING,BLOCKED,AWAITING_APPROVAL}'::task_status[]) AS asked_status(status)
 CROSS JOIN LATERAL (
     SELECT FROM tasks t
     WHERE t.tenant = %(tenant)s AND t.kind = asked_kind.kind AND t.status = asked_status.status
@@ -48,6 +48,7 @@ CROSS JOIN LATERAL (
 
 
 def count_queued(conn: Connection, tenant: str, most: int) -> int:
-    """How many tasks of the tenant wait for a worker or for other steps; exact up to `most`."""
+    """How many tasks of the tenant wait for a worker, for other steps or for a person; exact up to
+    `most`."""
     values = {"tenant": tenant, "kinds": list(Kind), "most": most}
     return int(fetch(conn, COUNT_QUEUED, values)[0]["queued"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,16 @@ def test_a_revoked_key_opens_nothing_any_more_in_every_process(
         assert refused(answer, 401) == REVOKED
     wrong = KeyHolder(second_api, f"ak_{id_of(mine.key)}_{'0' * 64}")
     assert refused(wrong.get("/tasks"), 401) == WRONG  # only who has the secret learns of it
+
+
+def test_who_waits_for_a_task_is_told_nothing_once_his_key_is_revoked(
+    mine: KeyHolder, conn: Connection
+) -> None:
+    task_id = mine.submit()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(mine.get, f"/tasks/{task_id}", params={"wait": 60})
+        revoke(conn, mine.key)
+        assert refused(waiting.result(), 401) == REVOKED
 
 
 def test_the_first_key_closes_every_process_that_was_open_and_revoking_it_opens_none(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import api.quotas
 import db
 from db import Connection
+from errors import DatabaseUnavailable
 from queries import quotas
 from queries.keys import create_key
 from tests.conftest import administrator, fresh_database, settings_for
@@ -130,6 +132,26 @@ def test_a_tenant_whose_share_is_spent_costs_no_look_into_the_database_either(
         assert http.get("/nothing").status_code == 429
 
 
+def test_requests_that_wait_for_a_look_into_the_database_hold_up_nobody(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, gate = [], threading.Event()
+
+    def take_requests(*args: Any) -> quotas.Block:
+        looks.append(args)
+        gate.wait(20)
+        raise DatabaseUnavailable
+
+    monkeypatch.setattr(api.quotas, "take_requests", take_requests)
+    with asking(database_url, 100) as http, ThreadPoolExecutor(50) as pool:
+        asked = [pool.submit(http.get, "/nothing", headers=of_tenant("a")) for _ in range(50)]
+        eventually(lambda: len(looks) == 1)
+        # No thread is held by those who wait: what needs one is answered meanwhile.
+        assert http.get("/readyz").status_code == 200
+        gate.set()
+        assert {one.result().status_code for one in asked} == {503}
+
+
 def test_with_keys_the_tenant_is_the_keys_and_an_operator_is_not_counted(
     database_url: str, conn: Connection
 ) -> None:
@@ -192,7 +214,8 @@ def test_what_runs_or_has_ended_does_not_wait_and_what_waits_for_others_does(
     rows.submit(conn)
     rows.submit(conn, delay_seconds=60)
     rows.bring_to(conn, "BLOCKED")
-    assert queued() == 3
+    rows.bring_to(conn, "AWAITING_APPROVAL")
+    assert queued() == 4
     rows.submit(conn, tenant="other")
-    assert queued() == 3
+    assert queued() == 4
     assert queued(most=1) >= 1

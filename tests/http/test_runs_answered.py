@@ -44,7 +44,9 @@ def test_a_run_is_stored_and_read_back_on_one_connection(
         lent.append(self)
         return lend(self)
 
-    with Served(settings_for(module_database)) as served:
+    settings = settings_for(module_database, limits={"key_cache_seconds": 600})
+    with Served(settings) as served:
+        httpx.get(f"{served.url}/runs")  # now it knows that no key is needed
         monkeypatch.setattr(Database, "connection", connection)
         body = {"goal": "a goal", "steps": [tool("a")]}
         assert httpx.post(f"{served.url}/runs", json=body).status_code == 201

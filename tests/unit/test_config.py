@@ -430,3 +430,21 @@ def test_a_process_does_not_start_on_bad_settings_and_says_which_key_and_why(
     assert says in ended.stderr
     assert "Traceback" not in ended.stderr
     assert ended.stdout == ""
+
+
+@pytest.mark.parametrize("given", ["sk-secret\n", "  sk-secret", "sk-secret\r\n"])
+def test_a_key_from_a_file_loses_the_line_break_at_its_end(tmp_path: Path, given: str) -> None:
+    (tmp_path / "config.toml").touch()
+    settings = load_config(tmp_path / "config.toml", {"OLLAMA_API_KEY": given})
+    assert settings.ollama_api_key is not None
+    assert settings.ollama_api_key.get_secret_value() == "sk-secret"
+
+
+@pytest.mark.parametrize("given", ["sk secret", "sk-sécret", "sk\nsecret", "sk\x7fsecret"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_quoted(
+    tmp_path: Path, given: str
+) -> None:
+    (tmp_path / "config.toml").touch()
+    with pytest.raises(ConfigError, match=r"^OLLAMA_API_KEY holds a space") as refused:
+        load_config(tmp_path / "config.toml", {"OLLAMA_API_KEY": given})
+    assert "secret" not in str(refused.value)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from api.keys import Keys
-from errors import DatabaseUnavailable
-from queries.keys import ApiKey
+from errors import DatabaseUnavailable, Unauthorized
+from queries.keys import ApiKey, find_key
 
 
 class Away:
@@ -21,6 +21,32 @@ class Away:
 
 
 KEY = ApiKey("0" * 12, b"", "acme", is_revoked=False)
+
+
+class Asked:
+    """A database in which a key was created; it counts how often it is asked for a ticket."""
+
+    def __init__(self) -> None:
+        self.tickets = 0
+
+    def run(self, function: Any, *args: Any) -> Any:
+        if function is find_key:
+            return True, None
+        self.tickets += 1
+        return None
+
+
+@pytest.mark.parametrize(("ticket", "asked"), [("0" * 64, 1), ("junk", 0), ("", 0), ("Z" * 64, 0)])
+def test_what_can_be_no_ticket_is_not_looked_up(ticket: str, asked: int) -> None:
+    database = Asked()
+
+    async def admit() -> None:
+        keys = Keys(database, cache_seconds=5)  # type: ignore[arg-type]
+        with pytest.raises(Unauthorized):
+            await keys.admit_ticket(ticket, "/tasks/1/events")
+
+    asyncio.run(admit())
+    assert database.tickets == asked
 
 
 @pytest.mark.parametrize("key", [KEY, None], ids=["with a key", "of an open API"])
