@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from typing import TYPE_CHECKING
 
-from playwright.sync_api import Route, expect
+import pytest
 
 from tests.browser.conftest import Stack, Visit
 from tests.support.fake_ollama import answer
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Route
+
+expect = pytest.importorskip(
+    "playwright.sync_api", reason="needs playwright: pip install -r requirements-dev.txt"
+).expect
 
 MOST_TABS = 60
 # What a browser says when one comes back to a tab; the page then does not wait for its next look.

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from playwright.sync_api import expect
 
 from tests.browser.conftest import Stack, Visit, visiting
 from tests.support.fake_ollama import FakeOllama, slow
@@ -14,6 +13,10 @@ from tests.support.processes import Api, Processes, eventually
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
+
+expect = pytest.importorskip(
+    "playwright.sync_api", reason="needs playwright: pip install -r requirements-dev.txt"
+).expect
 
 NO_WEBSOCKET = """
 window.WebSocket = class {

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from playwright.sync_api import expect
 
 from db import Connection
 from tests.browser.conftest import Visit, visiting
@@ -17,6 +16,10 @@ from tests.support.run_client import approval
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
+
+expect = pytest.importorskip(
+    "playwright.sync_api", reason="needs playwright: pip install -r requirements-dev.txt"
+).expect
 
 REFUSED = ["Failed to load resource", "WebSocket connection to"]
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from playwright.sync_api import expect
 
 from tests.browser.conftest import Stack, Visit
+
+expect = pytest.importorskip(
+    "playwright.sync_api", reason="needs playwright: pip install -r requirements-dev.txt"
+).expect
 
 PHONE = {"width": 360, "height": 740}
 LOOKS = (

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import re
 
-from playwright.sync_api import expect
+import pytest
 
 from tests.browser.conftest import Stack, Visit
 from tests.support.fake_ollama import answer, slow
+
+expect = pytest.importorskip(
+    "playwright.sync_api", reason="needs playwright: pip install -r requirements-dev.txt"
+).expect
 
 FETCH = {"name": "tool_call.fetch_data", "input": {"tool": "fetch_data"}}
 

@@ -8,11 +8,14 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from api.bodies import has_more_values
 from tests.support.client import JSON, Client, refused
+
+hypothesis = pytest.importorskip(
+    "hypothesis", reason="needs hypothesis: pip install -r requirements-dev.txt"
+)
+st = hypothesis.strategies
 
 MOST = 100_000
 TEXTS = st.text(st.sampled_from('a"\\,[]{}:\u20ac\n'), max_size=8)
@@ -31,7 +34,7 @@ def counted(value: Any) -> int:
     return 1 + (sum(map(counted, inner)) if value else 1)
 
 
-@given(VALUES, st.booleans(), st.sampled_from([None, 2]))
+@hypothesis.given(VALUES, st.booleans(), st.sampled_from([None, 2]))
 def test_values_are_counted_as_a_parser_would_find_them(
     value: Any, as_ascii: bool, indent: int | None
 ) -> None:
@@ -40,7 +43,7 @@ def test_values_are_counted_as_a_parser_would_find_them(
     assert has_more_values(body, counted(value) - 1)
 
 
-@given(VALUES, st.sampled_from(["utf-16", "utf-16-le", "utf-32-be"]))
+@hypothesis.given(VALUES, st.sampled_from(["utf-16", "utf-16-le", "utf-32-be"]))
 def test_no_encoding_that_a_parser_takes_hides_values(value: Any, encoding: str) -> None:
     body = json.dumps(value, ensure_ascii=False).encode(encoding)
     assert json.loads(body) == value
