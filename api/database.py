@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Concatenate, ParamSpec, TypeVar
 
 import db
-from api.pool import Pool
 from config import Settings
 from errors import DatabaseUnavailable
+from pool import Pool
 from queries.schema import ensure_audit_partitions, ensure_schema
 
 P = ParamSpec("P")

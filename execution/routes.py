@@ -152,7 +152,8 @@ class Routes:
         route = task.requested_route
         if route == "auto":
             metrics = {"by_status": {"PENDING": depth}}
-            route = self._decide(task.payload, metrics, self._routing)
+            text = task.payload.get("prompt") or task.payload.get("task")
+            route = self._decide({"prompt": text}, metrics, self._routing)
         target = self._open_target(route, self._left)
         if target is not None and (left := self._left[target]) is not None:
             self._left[target] = left - 1

@@ -101,8 +101,8 @@ locked AS (
         SELECT t.task_id, t.priority FROM tasks t
         WHERE t.due AND NOT t.alone
           AND t.requested_route = asked.requested_route AND t.tenant = visited.tenant
-          AND (asked.min_chars IS NULL OR char_length(t.payload ->> 'prompt') >= asked.min_chars)
-          AND (asked.max_chars IS NULL OR char_length(t.payload ->> 'prompt') <= asked.max_chars)
+          AND (asked.min_chars IS NULL OR prompt_length(t.payload) >= asked.min_chars)
+          AND (asked.max_chars IS NULL OR prompt_length(t.payload) <= asked.max_chars)
         ORDER BY t.priority DESC, t.task_id
         LIMIT (SELECT size FROM share)
         FOR NO KEY UPDATE SKIP LOCKED) AS candidate
@@ -135,8 +135,8 @@ chosen AS (
     WHERE t.due AND t.alone AND EXISTS (
         SELECT FROM asked
         WHERE asked.requested_route = t.requested_route
-          AND (asked.min_chars IS NULL OR char_length(t.payload ->> 'prompt') >= asked.min_chars)
-          AND (asked.max_chars IS NULL OR char_length(t.payload ->> 'prompt') <= asked.max_chars))
+          AND (asked.min_chars IS NULL OR prompt_length(t.payload) >= asked.min_chars)
+          AND (asked.max_chars IS NULL OR prompt_length(t.payload) <= asked.max_chars))
     ORDER BY t.task_id
     LIMIT 1
 """
@@ -163,8 +163,8 @@ claimed AS (
         attempt = attempt + 1, delivery_count = delivery_count + 1
     FROM chosen
     WHERE t.task_id = chosen.task_id AND t.status = 'PENDING' AND t.due
-    RETURNING t.task_id, t.parent_id AS run_id, t.step, t.lease_token::text, t.priority, t.kind,
-              t.payload, t.requested_route, t.timeout_seconds, t.attempt,
+    RETURNING t.task_id, t.parent_id AS run_id, t.step, t.lease_token::text, t.priority,
+              t.tenant, t.kind, t.payload, t.gate, t.requested_route, t.timeout_seconds, t.attempt,
               t.delivery_count, t.retry_count
 )
 SELECT
@@ -299,7 +299,9 @@ def _claimed(row: Row) -> ClaimedTask:
     return ClaimedTask(
         lease=Lease(row["task_id"], row["lease_token"], row["run_id"]),
         root_id=row["run_id"] or row["task_id"],
+        tenant=row["tenant"],
         step=row["step"],
+        gate=row["gate"],
         kind=row["kind"],
         payload=row["payload"] if isinstance(row["payload"], dict) else {},
         requested_route=row["requested_route"],

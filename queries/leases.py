@@ -21,7 +21,16 @@ from connection import Connection, Row, fetch, transaction
 from queries.steps import end_steps, lock_runs
 from runs.templates import Reference
 
-Verdict = Literal["succeeded", "failure", "permanent", "deadline", "released", "outage"]
+Verdict = Literal[
+    "succeeded",
+    "failure",
+    "permanent",
+    "deadline",
+    "recursion_limit",
+    "released",
+    "outage",
+    "parked",
+]
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,9 @@ class ClaimedTask:
     attempt: int
     delivery_count: int
     retry_count: int
+    tenant: str = "default"
     step: str | None = None  # its name in its run
+    gate: Mapping[str, Any] | None = None  # what a job asked when it was parked, and the answer
     outputs: Mapping[Reference, Any] = field(default_factory=dict)  # that its payload refers to
 
     @property
@@ -72,6 +83,9 @@ class Outcome:
     cost: Decimal | None = None
     truncated: bool = False
     delay_seconds: float = 0  # of an outage: when to look again
+    gate: Mapping[str, Any] | None = None  # of a job that is parked: what it asks
+    max_retry: int | None = None  # None: the settings' own, as below
+    max_delay_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -144,11 +158,12 @@ WITH outcome AS (
     SELECT * FROM jsonb_to_recordset(%(outcomes)s::jsonb) AS o(
         task_id bigint, token uuid, verdict text, result jsonb, error text, route text,
         model text, prompt_tokens bigint, completion_tokens bigint, cost numeric,
-        truncated boolean, delay_seconds double precision)
+        truncated boolean, delay_seconds double precision, gate jsonb,
+        max_retry integer, max_delay_seconds double precision)
 ),
 held AS (
     SELECT t.task_id, t.lease_token, t.cancel_requested, t.retry_count,
-           coalesce(t.max_retry, %(max_retry)s) AS max_retry
+           coalesce(t.max_retry, o.max_retry, %(max_retry)s) AS max_retry
     FROM tasks t JOIN outcome o ON t.task_id = o.task_id AND t.lease_token = o.token
     WHERE t.status = 'RUNNING'
     ORDER BY t.task_id
@@ -164,7 +179,8 @@ judged AS (
            END AS new_reason,
            CASE
                WHEN o.verdict = 'failure'
-               THEN least(%(max_delay_seconds)s, power(2, least(held.retry_count + 1, 60)))
+               THEN least(coalesce(o.max_delay_seconds, %(max_delay_seconds)s),
+                          power(2, least(held.retry_count + 1, 60)))
                ELSE o.delay_seconds
            END AS wait_seconds
     FROM held JOIN outcome o ON o.task_id = held.task_id AND o.token = held.lease_token
@@ -187,8 +203,10 @@ SET status = d.to_status,
     completion_tokens = t.completion_tokens + d.completion_tokens,
     cost = CASE WHEN d.cost IS NULL THEN t.cost ELSE coalesce(t.cost, 0) + d.cost END,
     truncated = d.truncated,
-    retry_count = t.retry_count + (d.verdict IN ('failure', 'permanent', 'deadline'))::int,
-    delivery_count = t.delivery_count - (d.new_reason IN ('released', 'outage'))::int,
+    retry_count = t.retry_count
+        + (d.verdict IN ('failure', 'permanent', 'deadline', 'recursion_limit'))::int,
+    delivery_count = t.delivery_count - (d.new_reason IN ('released', 'outage', 'parked'))::int,
+    gate = CASE WHEN d.new_reason = 'parked' THEN d.gate ELSE t.gate END,
     duration_seconds = extract(epoch FROM moment.at - t.started_at),
     lease_token = NULL,
     lease_expires_at = NULL,

@@ -193,6 +193,26 @@ IMPOSSIBLE = [
     ("run_only_waits_and_ends", "RUNNING", "kind = 'run'"),
     ("run_only_waits_and_ends", "AWAITING_APPROVAL",
      "kind = 'run', parent_id = NULL, step = NULL"),
+    ("only_a_job_has_a_gate", "PENDING", "gate = '{}'"),
+    ("parked_job_asks_something", "AWAITING_APPROVAL", "kind = 'agent'"),
+    ("nobody_is_told_of_a_callback", "PENDING", "kind = 'callback', callback_url = 'http://a'"),
+]  # fmt: skip
+
+# Constraint, and a row that another table does not take.
+IMPOSSIBLE_ELSEWHERE = [
+    ("call_uses_no_less_than_nothing",
+     "INSERT INTO model_calls (task_id, node, node_run, ordinal, reserved_tokens)"
+     " VALUES (1, 'coder', 'coder:1', 0, -1)"),
+    ("ended_call_has_its_tokens",
+     "INSERT INTO model_calls (task_id, node, node_run, ordinal, reserved_tokens, ended_at)"
+     " VALUES (1, 'coder', 'coder:1', 0, 9, current_instant())"),
+    ("only_an_ended_call_has_a_reply",
+     "INSERT INTO model_calls (task_id, node, node_run, ordinal, reserved_tokens, reply)"
+     " VALUES (1, 'coder', 'coder:1', 0, 9, 'yes')"),
+    ("secret_tenant_is_a_name",
+     "INSERT INTO webhook_secrets (tenant, secret) VALUES ('a b', sha256('a'))"),
+    ("secret_is_long",
+     "INSERT INTO webhook_secrets (tenant, secret) VALUES ('a', 'short')"),
 ]  # fmt: skip
 
 
@@ -208,13 +228,24 @@ def test_a_row_that_cannot_be_is_refused(
     assert refused.value.diag.constraint_name == constraint
 
 
+@pytest.mark.parametrize(
+    ("constraint", "insert"), IMPOSSIBLE_ELSEWHERE, ids=[name for name, _ in IMPOSSIBLE_ELSEWHERE]
+)
+def test_another_table_refuses_a_row_that_cannot_be(
+    conn: Connection, constraint: str, insert: str
+) -> None:
+    with pytest.raises(psycopg2.errors.CheckViolation) as refused:
+        sql(conn, insert)
+    assert refused.value.diag.constraint_name == constraint
+
+
 def test_no_check_of_any_table_is_without_a_row_that_it_refuses(conn: Connection) -> None:
     found = sql(conn, """
         SELECT conname FROM pg_constraint
         WHERE contype = 'c' AND connamespace = 'public'::regnamespace
     """)  # fmt: skip
     of_other_tables = {"parents_have_lower_numbers"}  # test_runs.py
-    of_other_tables |= {case[0] for case in test_keys.IMPOSSIBLE}
+    of_other_tables |= {case[0] for case in (*test_keys.IMPOSSIBLE, *IMPOSSIBLE_ELSEWHERE)}
     checked = {case[0] for case in IMPOSSIBLE} | of_other_tables
     assert {entry["conname"] for entry in found} == checked
 
@@ -231,6 +262,7 @@ TWICE = [
     ("tasks_idempotency",
      "idempotency_key = 'k', idempotency_scope = 'tasks', request_hash = '\\x00'"),
     ("tasks_by_step", "parent_id = 9, step = 'a'"),
+    ("tasks_by_live_name", "name = 'n'"),
 ]  # fmt: skip
 
 

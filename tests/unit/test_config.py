@@ -23,6 +23,7 @@ from config import (
     Settings,
     load_config,
 )
+from sections import BUILT_IN_GRAPHS
 
 SHIPPED = ROOT / "config.toml"
 Load = Callable[..., Settings]
@@ -375,11 +376,30 @@ def test_the_shipped_file_names_every_setting_with_its_built_in_default(
 
 
 def test_the_shipped_file_has_no_section_besides_those() -> None:
-    assert set(tomli.loads(SHIPPED.read_text(encoding="utf-8"))) == {*sections(), "tools"}
+    assert set(tomli.loads(SHIPPED.read_text(encoding="utf-8"))) == {
+        *sections(),
+        "tools",
+        "graphs",
+    }
 
 
 def test_the_shipped_file_names_the_built_in_tools() -> None:
     assert tomli.loads(SHIPPED.read_text(encoding="utf-8"))["tools"] == BUILT_IN_TOOLS
+
+
+def test_the_shipped_file_names_the_built_in_graph() -> None:
+    assert tomli.loads(SHIPPED.read_text(encoding="utf-8"))["graphs"] == BUILT_IN_GRAPHS
+
+
+def test_pool_size_comes_from_the_environment_before_the_file() -> None:
+    assert load_config(SHIPPED, {"POOL_SIZE": "9"}).agents.pool_size == 9
+    with pytest.raises(ConfigError, match=r"agents\.pool_size = 'many'"):
+        load_config(SHIPPED, {"POOL_SIZE": "many"})
+
+
+def test_the_built_in_graph_cannot_be_another() -> None:
+    with pytest.raises(ValueError, match="give your graph another name"):
+        Settings(graphs={"team": "a:b"}, database_url="x", database_listen_url="x")
 
 
 def settings_in(section: type[Section]) -> int:
@@ -395,7 +415,7 @@ def test_every_key_of_the_shipped_file_has_a_comment() -> None:
         if "=" in line and line[0] not in "#["
     ]
     settings = sum(map(settings_in, sections().values()))
-    assert len(keys) == settings + len(BUILT_IN_TOOLS)
+    assert len(keys) == settings + len(BUILT_IN_TOOLS) + len(BUILT_IN_GRAPHS)
     assert [key for key in keys if not re.search(r"\s#\s\S+", key)] == []
 
 

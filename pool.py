@@ -1,4 +1,4 @@
-"""Connections lent to the threads of the API process."""
+"""Connections lent to the threads of a process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import psycopg2.extensions
 
-import db
 from config import DatabaseSettings
+from connection import Connection, connect
 from errors import DatabaseUnavailable
 
 
@@ -25,11 +25,11 @@ class Pool:
         self._settings = settings
         self._application = application
         self._places = threading.BoundedSemaphore(settings.pool_size)
-        self._idle: list[db.Connection] = []
+        self._idle: list[Connection] = []
         self._closed = False
 
     @contextmanager
-    def connection(self) -> Iterator[db.Connection]:
+    def connection(self) -> Iterator[Connection]:
         """Lend a live connection; DatabaseUnavailable when none is to be had in time."""
         if not self._places.acquire(timeout=self._settings.pool_wait_seconds):
             raise DatabaseUnavailable(
@@ -49,15 +49,15 @@ class Pool:
         while self._idle:
             self._idle.pop().close()
 
-    def _take(self) -> db.Connection:
+    def _take(self) -> Connection:
         while self._idle:
             conn = self._idle.pop()
             if _looks_alive(conn):
                 return conn
             conn.close()
-        return db.connect(self._url, self._settings, self._application)
+        return connect(self._url, self._settings, self._application)
 
-    def _give_back(self, conn: db.Connection) -> None:
+    def _give_back(self, conn: Connection) -> None:
         in_use = conn.info.transaction_status != psycopg2.extensions.TRANSACTION_STATUS_IDLE
         if self._closed or conn.closed or in_use:
             conn.close()
@@ -65,7 +65,7 @@ class Pool:
             self._idle.append(conn)
 
 
-def _looks_alive(conn: db.Connection) -> bool:
+def _looks_alive(conn: Connection) -> bool:
     """An idle connection with something to read was told goodbye by the server."""
     if conn.closed:
         return False
