@@ -96,7 +96,7 @@ def templated(kind: str, payload: Any) -> Any:
     """The part of a step's payload in which templates are filled in."""
     if kind == "approval":
         return payload
-    part = {"prompt": "prompt", "tool": "args"}.get(kind)
+    part = {"prompt": "prompt", "tool": "args", "agent": "task"}.get(kind)
     return payload.get(part) if part and isinstance(payload, Mapping) else None
 
 

@@ -252,7 +252,7 @@ def runner() -> Iterator[Runner]:
     sample_tools.RELEASED.clear()
     sample_tools.SEEN.clear()
     runner = Runner(
-        SETTINGS, Routes(SETTINGS.routing, decide_route), lambda: None, lambda task, piece: None
+        SETTINGS, Routes(SETTINGS.routing, decide_route), lambda: None, lambda *_: None
     )
     runner.open()
     yield runner
