@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar, cast
 
 from langgraph.config import get_config
 from langgraph.runtime import get_runtime
@@ -30,6 +30,7 @@ from queries.leases import ClaimedTask
 from queries.model_calls import CallKey, CallReplied, end_call, release_call, reserve_call
 
 T = TypeVar("T")
+Which = Literal["token_budget", "tenant_tokens_per_day"]
 OnText = Callable[[str, str], None]  # a node's name, a piece of what its model says
 
 # Around a prompt a server puts some tokens of its own.
@@ -86,7 +87,7 @@ class Calls:
                 lambda conn: reserve_call(conn, self._task, key, tokens, budget, per_day)
             )
         except BudgetRefused as refused:
-            raise BudgetSpent(refused.which) from refused
+            raise BudgetSpent(cast(Which, refused.which)) from refused
         if isinstance(reserved, CallReplied):
             return reserved.reply
         return self._paid_reply(reserved.call_id, key.node, prompt, schema)
