@@ -14,6 +14,7 @@ OrchestratorError
     ├── TooMany            its tenant asks for too much; later it may be had
     ├── KeyReused
     └── StateConflict      the task is not in a state that allows it
+        └── NameInUse      another task of that name has not ended
 
 A class's docstring is its default message.
 """
@@ -93,3 +94,13 @@ class KeyReused(RequestRefused):
 
 class StateConflict(RequestRefused):
     """The task is not in a state that allows this."""
+
+
+class NameInUse(StateConflict):
+    """Another task of this name has not ended yet."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"another task named {name} has not ended yet; wait for its end, or cancel it"
+        )
+        self.name = name
