@@ -25,6 +25,7 @@ LONGEST_NUMBER_BITS = 10_000  # some 3,000 digits; Python reads back no more tha
 CUT = "…"
 
 AS_TEXT = (date, time, timedelta, Decimal, UUID, PurePath)  # a datetime is a date
+KEYS = (str, int, float, *AS_TEXT)
 
 
 def shown(values: Mapping[str, Any], max_bytes: int = MOST_BYTES) -> dict[str, Any]:
@@ -107,7 +108,7 @@ class _Copy:
         for key, member in members:
             if self._is_used_up():
                 break
-            name = str(key) if isinstance(key, str | int | float | AS_TEXT) else _type_name(key)
+            name = str(key) if isinstance(key, KEYS) else _type_name(key)
             copy[self._text(name)] = self.of(member, depth + 1)
         return copy
 
