@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import db
@@ -52,15 +53,13 @@ def nodes_run(queue: Queue, task_id: int) -> list[str]:
     return [node for row in rows for node in row["nodes"]]
 
 
-def await_next(queue: Queue, task_id: int, node: str, seconds: float = 30) -> None:
-    """Until the newest checkpoint says that this node is next."""
+def watched_events(conn: db.Connection, until: Row) -> list[Row]:
+    """What a listener to the tokens' channel has heard, once it has heard this."""
+    events: list[Row] = []
 
     def look() -> bool:
-        rows = queue.ask(
-            "SELECT next_nodes FROM job_states WHERE task_id = %s"
-            " ORDER BY checkpoint_id DESC LIMIT 1",
-            task_id,
-        )
-        return bool(rows) and rows[0]["next_nodes"] == [node]
+        events.extend(json.loads(payload) for _, payload in db.heard(conn))
+        return any(event.items() >= until.items() for event in events)
 
-    eventually(look, seconds, f"{node} is next in task {task_id}")
+    eventually(look, what=f"{until} is told")
+    return events
