@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
+from api.callbacks import check_callback_urls
 from api.models import AgentTask, Approval, Batch, BatchStatus, Problem, TaskStatus
 from api.requests import IdempotencyKey, idempotency, mark_replay, new_task, refused_fields
 from api.services import Services
@@ -36,6 +37,8 @@ def post_batch(
 ) -> BatchStatus:
     """Submit up to limits.max_batch_tasks tasks: all of them are stored, or none is."""
     tasks = batch_tasks(body, tenant, idempotency_key, services.settings)
+    urls = {f"tasks.{index}.callback_url": task.callback_url for index, task in enumerate(tasks)}
+    check_callback_urls(urls, tenant, services)
     services.quotas.add_tasks(tenant, len(tasks))
     try:
         stored = services.database.run(submit_batch, tasks)
