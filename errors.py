@@ -3,6 +3,8 @@
 OrchestratorError
 ├── DatabaseUnavailable    Postgres cannot be asked now; try again
 ├── SchemaOutdated         the database holds another version of the schema
+├── LeaseLost              another worker may own the task now
+├── BudgetRefused          a model call needs more tokens than there are left
 └── RequestRefused         the caller asked for something that is not to be had (4xx)
     ├── NotFound
     ├── Unauthorized       it brought no key that opens anything
@@ -33,6 +35,18 @@ class DatabaseUnavailable(OrchestratorError):
 
 class SchemaOutdated(OrchestratorError):
     """The database's schema is of another version; run: python admin.py migrate"""
+
+
+class LeaseLost(OrchestratorError):
+    """The lease of this task is gone; whatever was to be written is not."""
+
+
+class BudgetRefused(OrchestratorError):
+    """The tokens that are left do not suffice for this call."""
+
+    def __init__(self, which: str) -> None:
+        super().__init__()
+        self.which = which  # token_budget or tenant_tokens_per_day
 
 
 class RequestRefused(OrchestratorError):
