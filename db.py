@@ -324,7 +324,7 @@ FROM_NEWEST_TASK = """
 FROM found JOIN tasks t USING (task_id)
 LEFT JOIN LATERAL (
     SELECT state, next_nodes FROM job_states
-    WHERE task_id = t.task_id AND t.kind = 'agent'
+    WHERE task_id = t.task_id AND t.kind = 'agent' AND next_nodes <> '{__start__}'
     ORDER BY checkpoint_id DESC
     LIMIT 1) AS job ON true
 """
