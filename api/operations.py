@@ -13,7 +13,6 @@ from config import Limits, Settings
 from db import NewTask
 from errors import FieldRefused, NameInUse, TooLarge
 from queries.operations import (
-    Decision,
     approve_task,
     cancel_task,
     requeue_task,
@@ -70,7 +69,9 @@ def post_approval(
     """
     decision = body or Approval()
     check_approval(decision, services.settings.limits)
-    decided = services.database.run(approve_task, tenant, task_id, Decision(**dict(decision)))
+    decided = services.database.run(
+        approve_task, tenant, task_id, decision.approved, decision.feedback, decision.artefact
+    )
     return TaskStatus(task_id=decided.task_id, status=decided.status)
 
 

@@ -64,9 +64,7 @@ def test_a_decision_sends_the_job_back_to_the_queue_and_is_kept_for_its_worker(
     assert rows.row(conn, task_id)["delivery_count"] == 1  # parking had given one back
 
 
-def test_a_decision_wakes_a_worker(
-    runs: RunClient, conn: Connection, job: tuple[int, str]
-) -> None:
+def test_a_decision_wakes_a_worker(runs: RunClient, conn: Connection, job: tuple[int, str]) -> None:
     rows.sql(conn, "LISTEN tasks_claimable")
     runs.approve(job[0])
     conn.poll()

@@ -184,4 +184,4 @@ def test_the_documents_show_both_bodies_with_an_example_of_each() -> None:
     body = app.openapi()["paths"]["/tasks"]["post"]["requestBody"]["content"]["application/json"]
     names = [one["$ref"].rsplit("/", 1)[-1] for one in body["schema"]["oneOf"]]
     assert names == ["PromptTask", "AgentTask"]
-    assert [list(one["value"])[0] for one in body["examples"].values()] == ["prompt", "task"]
+    assert [next(iter(one["value"])) for one in body["examples"].values()] == ["prompt", "task"]
