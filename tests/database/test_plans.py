@@ -68,6 +68,7 @@ SAMPLES: dict[str, Any] = {
     "block": 1,
     **dict.fromkeys(("key_id", "path"), "x"),
     **dict.fromkeys(("secret_hash", "ticket_hash"), b"x"),
+    "secret": b"x",
     "seconds": 1.0,
 }
 
