@@ -229,7 +229,7 @@ def test_an_answer_that_trickles_is_success_all_the_same(receiver: Receiver) -> 
     assert time.monotonic() - begun < 4.5
 
 
-def test_a_receiver_that_says_nothing_is_given_up_in_time(receiver: Receiver) -> None:
+def test_a_receiver_that_says_nothing_is_given_up_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         begun = time.monotonic()
         with pytest.raises(Failure, match=r"gave no answer"):
@@ -258,9 +258,7 @@ def test_headers_that_trickle_do_not_stretch_the_time() -> None:
         thread.start()
         begun = time.monotonic()
         with pytest.raises(Failure, match=r"no answer within 0\.4 s"):
-            deliver(
-                f"http://127.0.0.1:{listener.getsockname()[1]}/", timeout_seconds=0.4, **PRIVATE
-            )
+            deliver(f"http://127.0.0.1:{port}/", timeout_seconds=0.4, **PRIVATE)
         assert time.monotonic() - begun < 4
         ended.set()
         thread.join(5)
