@@ -43,11 +43,12 @@ class Task(BaseModel):
     priority: int
     run_id: int | None
     step: str | None
-    state: Any = None
+    state: Any = Field(None, description="of an agent job, at its newest checkpoint; not in lists")
     waiting_for: str | None
     worker: str | None
     lease_expires_at: str | None
     cancel_requested: bool
+    callback_url: str | None = Field(description="who is told of its end")
     metadata: dict[str, Any] | None
     created_at: str
     available_at: str
@@ -58,7 +59,7 @@ class Task(BaseModel):
 SHOWN_AS_STORED = (
     "tenant", "status", "result", "kind", "route", "model", "prompt_tokens", "completion_tokens",
     "truncated", "duration_seconds", "retry_count", "delivery_count", "attempt", "priority",
-    "step", "worker", "cancel_requested", "metadata", "waiting_for",
+    "step", "worker", "cancel_requested", "callback_url", "metadata", "waiting_for",
 )  # fmt: skip
 SHOWN_AS_TIMES = ("lease_expires_at", "created_at", "available_at", "started_at", "finished_at")
 
@@ -73,8 +74,32 @@ def task_view(row: dict[str, Any]) -> Task:
         "run_id": row["parent_id"],
         "cost": money(row["cost"]),
         "error": task_error(row),
+        "state": job_state(row),
     }
     return Task(**shown)
+
+
+def job_state(row: dict[str, Any]) -> dict[str, Any] | None:
+    """Where an agent job stands; None: before its first checkpoint, and in lists."""
+    asks = approval(row)
+    if row.get("job_state") is None and asks is None:
+        return None
+    return {
+        **(row["job_state"] or {}),
+        "next": row["next_nodes"] or [],
+        "prompt_tokens": row["prompt_tokens"],
+        "completion_tokens": row["completion_tokens"],
+        "cost": money(row["cost"]),
+        "approval": asks,
+    }
+
+
+def approval(row: dict[str, Any]) -> dict[str, Any] | None:
+    """What an agent job asks a person; None: nothing now."""
+    gate = row.get("gate")
+    if gate is None or row["status"] != Status.AWAITING_APPROVAL:
+        return None
+    return {"artefact": gate["artefact"], "asks": gate.get("asks")}
 
 
 def task_json(row: dict[str, Any]) -> bytes:

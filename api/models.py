@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -11,12 +12,16 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
+    SerializerFunctionWrapHandler,
     StrictBool,
+    Tag,
+    model_serializer,
     model_validator,
 )
 
-from config import LONGEST_LIST
+from config import LONGEST_LIST, MOST_REVISIONS, TEAM
 from states import Status
 from views import Task as Task
 from views import TaskError as TaskError
@@ -29,6 +34,8 @@ from views import task_view as task_view
 DEEPEST_JSON = 100
 
 MOST_FIELDS = 50
+MOST_TOKENS = 10**12
+NAME_OF_TASK = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def storable_text(text: str) -> str:
@@ -70,6 +77,12 @@ def not_blank(text: str) -> str:
     return text
 
 
+def name_of_task(text: str) -> str:
+    if not NAME_OF_TASK.fullmatch(text) or text.isdigit():
+        raise ValueError("it is to be 1 to 64 of A-Z a-z 0-9 _ -, and not only digits")
+    return text
+
+
 def few_items(value: Any) -> Any:
     """Refuse a list far beyond any limit by its length, before its items are looked at."""
     if isinstance(value, list) and len(value) > LONGEST_LIST:
@@ -79,6 +92,7 @@ def few_items(value: Any) -> Any:
 
 Text = Annotated[str, Field(strict=True), AfterValidator(storable_text)]
 Prompt = Annotated[Text, AfterValidator(not_blank)]
+NameOfTask = Annotated[str, Field(strict=True), AfterValidator(name_of_task)]
 Json = Annotated[dict[str, Any], AfterValidator(storable_json)]
 
 
@@ -95,10 +109,9 @@ class Body(BaseModel):
         return value
 
 
-class PromptTask(Body):
-    """The body of POST /tasks."""
+class TaskBody(Body):
+    """What a prompt and an agent job have in common."""
 
-    prompt: Prompt = Field(examples=["Write one sentence about durable queues."])
     priority: Annotated[int, Field(strict=True, ge=0, le=9)] = 0
     delay_seconds: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = 0
     max_retry: Annotated[int, Field(strict=True, ge=1, le=10_000)] | None = None
@@ -107,12 +120,64 @@ class PromptTask(Body):
     ) = None
     route: Literal["auto", "local", "cloud"] = "auto"
     metadata: Json | None = None
+    callback_url: Text | None = Field(None, description="who is told of its end")
+
+    @model_serializer(mode="wrap")
+    def as_before_callbacks(self, usual: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without one, a body has the hash that it had before there were any."""
+        written: dict[str, Any] = usual(self)
+        if self.callback_url is None:
+            written.pop("callback_url", None)
+        return written
+
+
+class PromptTask(TaskBody):
+    """The body of POST /tasks for one answer of a model."""
+
+    prompt: Prompt = Field(examples=["Write one sentence about durable queues."])
+
+
+class AgentJob(Body):
+    """What makes an agent job, as a task of its own or as a step of a run."""
+
+    task: Prompt = Field(examples=["Write a function that reverses a linked list."])
+    require_approval: StrictBool = Field(
+        False, description="a person approves what the coder wrote, before the review"
+    )
+    token_budget: Annotated[int, Field(strict=True, ge=1, le=MOST_TOKENS)] | None = None
+    max_revisions: Annotated[int, Field(strict=True, ge=0, le=MOST_REVISIONS)] | None = Field(
+        None, description="null: agents.max_revisions of config.toml"
+    )
+    graph: Text = Field(TEAM, description="one of [graphs] of config.toml")
+
+
+class AgentTask(AgentJob, TaskBody):
+    """The body of POST /tasks for an agent job."""
+
+    task_id: NameOfTask | None = Field(
+        None, description="your own id for it: one task at a time bears it", examples=["report-7"]
+    )
+
+
+# Where pydantic tells of an error it names which of the two bodies it took it for.
+PROMPT_TASK, AGENT_TASK = "prompt task", "agent job"
+
+
+def which_body(given: Any) -> str:
+    is_job = isinstance(given, AgentTask) or (isinstance(given, dict) and "task" in given)
+    return AGENT_TASK if is_job else PROMPT_TASK
+
+
+AnyTask = Annotated[
+    Annotated[PromptTask, Tag(PROMPT_TASK)] | Annotated[AgentTask, Tag(AGENT_TASK)],
+    Discriminator(which_body),
+]
 
 
 class Batch(Body):
     """The body of POST /tasks/batch."""
 
-    tasks: Annotated[list[PromptTask], BeforeValidator(few_items), Field(min_length=1)]
+    tasks: Annotated[list[AnyTask], BeforeValidator(few_items), Field(min_length=1)]
 
 
 class Approval(Body):
@@ -120,7 +185,9 @@ class Approval(Body):
 
     approved: StrictBool = True
     feedback: Text | None = None
-    artefact: Any = None
+    artefact: Text | None = Field(
+        None, description="of an agent job, state.approval.artefact: what the decision is about"
+    )
 
 
 # --- answers ---------------------------------------------------------------------------------
@@ -168,6 +235,26 @@ class Transition(BaseModel):
     attempt: int
     detail: dict[str, Any]
     cursor: str
+
+
+class Checkpoint(BaseModel):
+    """Where an agent job stood at a moment."""
+
+    id: str
+    at: str
+    attempt: int
+    nodes: list[str] = Field(description="that ran before it")
+    next: list[str] = Field(description="that run behind it; none: the job has ended")
+    summary: str
+    prompt_tokens: int = Field(description="of the job, up to here")
+    completion_tokens: int
+
+
+class CheckpointList(BaseModel):
+    """A page of an agent job's checkpoints, newest first."""
+
+    checkpoints: list[Checkpoint]
+    next_cursor: str | None = Field(description="the next page's ?cursor=; null: this is the last")
 
 
 class TransitionList(BaseModel):

@@ -1,0 +1,56 @@
+"""What people are shown of an agent job: its state at each checkpoint, newest first."""
+
+from __future__ import annotations
+
+from connection import Connection, Row, fetch
+
+NEWEST_STATE = """
+SELECT task_id, checkpoint_id, at, attempt, nodes, next_nodes, graph_version, state,
+       prompt_tokens, completion_tokens
+FROM job_states
+WHERE task_id = %(task_id)s
+ORDER BY checkpoint_id DESC
+LIMIT 1
+"""
+
+
+def newest_state(conn: Connection, task_id: int) -> Row | None:
+    """The job's state at its newest checkpoint; None before the first."""
+    rows = fetch(conn, NEWEST_STATE, {"task_id": task_id})
+    return rows[0] if rows else None
+
+
+LIST_STATES = """
+SELECT task_id, checkpoint_id, at, attempt, nodes, next_nodes, graph_version, state,
+       prompt_tokens, completion_tokens
+FROM job_states
+WHERE task_id = %(task_id)s
+  AND (%(before)s::text IS NULL OR checkpoint_id < %(before)s)
+ORDER BY checkpoint_id DESC
+LIMIT %(limit)s + 1
+"""
+
+
+def list_states(conn: Connection, task_id: int, *, limit: int, before: str | None) -> list[Row]:
+    """The job's states, newest first, older than checkpoint `before`; one more than `limit` rows
+    tell that there are more."""
+    return fetch(conn, LIST_STATES, {"task_id": task_id, "limit": limit, "before": before})
+
+
+# Written in the transaction of the checkpoint, by the one who holds the task's row. What ran
+# before it is what the checkpoint before was to run.
+INSERT_STATE = """
+INSERT INTO job_states (
+    task_id, checkpoint_id, attempt, nodes, next_nodes, graph_version, state, prompt_tokens,
+    completion_tokens)
+SELECT t.task_id, %(checkpoint_id)s::text, t.attempt,
+       coalesce((
+           SELECT array_remove(s.next_nodes, '__start__') FROM job_states s
+           WHERE s.task_id = t.task_id AND s.checkpoint_id = %(parent_id)s::text), '{}'),
+       %(next_nodes)s::text[], %(graph_version)s::text, %(state)s::jsonb, t.prompt_tokens,
+       t.completion_tokens
+FROM tasks t
+WHERE t.task_id = %(task_id)s
+ON CONFLICT (task_id, checkpoint_id) DO UPDATE
+SET next_nodes = excluded.next_nodes, state = excluded.state
+"""
