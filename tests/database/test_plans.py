@@ -68,6 +68,7 @@ SAMPLES: dict[str, Any] = {
     "block": 1,
     **dict.fromkeys(("key_id", "path"), "x"),
     **dict.fromkeys(("secret_hash", "ticket_hash"), b"x"),
+    "secret": b"x",
     "seconds": 1.0,
 }
 
@@ -384,6 +385,8 @@ NOT_HOT = {
     "CREATE_TICKET": "inserts one row",
     "FORGET_TICKETS": "ten rows; there are as many as streams were opened within a minute",
     "FIND_TICKET": "two rows by their keys",
+    "READ_SENDER": "one row by its key, and whether there is any",
+    "STORE_SENDER": "one row by its key",
     "FORGET_WORKERS": "there are as many rows as workers",
     "REPORT_WORKER": "there are as many rows as workers",
 }
