@@ -196,7 +196,6 @@ def test_what_is_there_is_found_by_whose_it_is(
     rows.sql(conn, "TRUNCATE tickets")
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if CALLS[name].lists])
 def test_a_name_that_another_tenant_uses_is_free(
     mine: KeyHolder, theirs: Belongings, conn: Connection
 ) -> None:
@@ -205,6 +204,7 @@ def test_a_name_that_another_tenant_uses_is_free(
     assert answer.status_code == 201, answer.text
 
 
+@pytest.mark.parametrize("name", [name for name in CALLS if CALLS[name].lists])
 def test_a_list_shows_nothing_of_another_tenant(
     mine: KeyHolder, theirs: Belongings, name: str
 ) -> None:
