@@ -81,7 +81,7 @@ class NewTask:
     idempotency_scope: str | None = None
     idempotency_key: str | None = None
     request_hash: bytes | None = None
-    batch_id: int | None = None
+    is_behind_first: bool = False  # of a batch, whose number is that of the first
     callback_url: str | None = None
 
 
@@ -101,8 +101,8 @@ class Submitted:
 
 
 # Creates the tasks that are new, each PENDING; a row whose Idempotency-Key is taken is left out
-# of the answer. Ids are drawn first, so that an answer can be told to belong to its `ordinal`.
-# Names are taken in their own order: two that take the same ones then wait for each other once.
+# of the answer. Ids are drawn first, so that an answer can be told to belong to its `ordinal`. Two
+# that insert the same names or keys in different orders would deadlock: so they are sorted.
 SUBMIT_TASKS = """
 WITH submitted AS (
     SELECT nextval(pg_get_serial_sequence('tasks', 'task_id')) AS task_id, s.*
@@ -110,8 +110,8 @@ WITH submitted AS (
         ordinal bigint, tenant text, kind text, payload jsonb, name text, metadata jsonb,
         priority smallint, delay_seconds double precision, max_retry integer,
         timeout_seconds double precision, requested_route text,
-        idempotency_scope text, idempotency_key text, request_hash text, batch_id bigint,
-        callback_url text)
+        idempotency_scope text, idempotency_key text, request_hash text,
+        is_behind_first boolean, callback_url text)
 ),
 created AS (
     INSERT INTO tasks (
@@ -121,9 +121,11 @@ created AS (
     SELECT task_id, tenant, kind, payload, name, nullif(metadata, 'null'), priority,
            current_instant() + make_interval(secs => delay_seconds), delay_seconds = 0, max_retry,
            timeout_seconds, requested_route, idempotency_scope, idempotency_key,
-           decode(request_hash, 'hex'), batch_id, callback_url
+           decode(request_hash, 'hex'),
+           CASE WHEN is_behind_first THEN (SELECT task_id FROM submitted WHERE ordinal = 0) END,
+           callback_url
     FROM submitted
-    ORDER BY name NULLS FIRST, task_id
+    ORDER BY name NULLS FIRST, idempotency_key, task_id
     ON CONFLICT (tenant, idempotency_scope, idempotency_key) WHERE idempotency_key IS NOT NULL
         DO NOTHING
     RETURNING task_id, name, status::text
@@ -233,10 +235,8 @@ def _first_of_keys(
 
 
 def _as_json(tasks: Sequence[NewTask], ordinals: Sequence[int]) -> str:
-    # Two writers that insert the same keys in different orders would deadlock: sort by key.
-    ordered = sorted(ordinals, key=lambda ordinal: tasks[ordinal].idempotency_key or "")
     rows = []
-    for ordinal in ordered:
+    for ordinal in ordinals:
         digest = tasks[ordinal].request_hash
         fields = dict(vars(tasks[ordinal]), ordinal=ordinal, request_hash=digest and digest.hex())
         rows.append(fields)
@@ -324,7 +324,7 @@ FROM_NEWEST_TASK = """
 FROM found JOIN tasks t USING (task_id)
 LEFT JOIN LATERAL (
     SELECT state, next_nodes FROM job_states
-    WHERE task_id = t.task_id AND t.kind = 'agent'
+    WHERE task_id = t.task_id AND t.kind = 'agent' AND next_nodes <> '{__start__}'
     ORDER BY checkpoint_id DESC
     LIMIT 1) AS job ON true
 """

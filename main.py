@@ -30,6 +30,7 @@ from api import (
     tickets,
 )
 from api.bodies import BodyLimit
+from api.callbacks import check_callback_url
 from api.changes import Changes
 from api.connections import TransportInScope, cared_for
 from api.database import Database
@@ -116,6 +117,7 @@ async def submit_task(
     for refused in refused_fields(body, settings):
         raise refused
     task = new_task(body, tenant, settings, **idempotency("tasks", idempotency_key, body))
+    await check_callback_url(body.callback_url, tenant, services)
     await services.quotas.add_task(tenant)
     try:
         submitted = await services.writer.submit(task)

@@ -16,7 +16,7 @@ from api.services import Services
 from api.tenants import AnyTenant
 from api.words import quoted
 from errors import FieldRefused
-from queries.listings import list_checkpoints
+from queries.jobs import list_states
 from queries.operations import find_task
 from views import iso_utc
 
@@ -55,9 +55,9 @@ def get_checkpoints(
     """Where an agent job stood after each of its nodes, newest first; of other tasks, nothing."""
     task = services.database.run(find_task, tenant, task_id)
     rows = services.database.run(
-        list_checkpoints, task["task_id"], limit=limit, before=cursor, longest_text=LONGEST_TEXT
+        list_states, task["task_id"], limit=limit, before=cursor, longest_text=LONGEST_TEXT
     )
-    older = [*(row["state"] for row in rows[1:]), {}]
+    older = [*(row["channels"] for row in rows[1:]), {}]
     shown = [checkpoint_view(*pair) for pair in zip(rows, older, strict=False)][:limit]
     has_more = len(rows) > limit
     return CheckpointList(
@@ -72,15 +72,15 @@ def cursor_of(checkpoint_id: str) -> str:
     return base64.urlsafe_b64encode(checkpoint_id.encode()).decode()
 
 
-def checkpoint_view(row: dict[str, Any], state_before: Mapping[str, Any]) -> Checkpoint:
-    """A row of list_checkpoints as the API shows it."""
+def checkpoint_view(row: dict[str, Any], channels_before: Mapping[str, Any]) -> Checkpoint:
+    """A row of list_states as the API shows it."""
     return Checkpoint(
         id=row["checkpoint_id"],
         at=str(iso_utc(row["at"])),
         attempt=row["attempt"],
         nodes=row["nodes"],
         next=row["next_nodes"],
-        summary=summary(row["nodes"], state_before, row["state"]),
+        summary=summary(row["nodes"], channels_before, row["channels"]),
         prompt_tokens=row["prompt_tokens"],
         completion_tokens=row["completion_tokens"],
     )
@@ -110,9 +110,9 @@ def is_other(value: Mapping[str, Any], before: Mapping[str, Any] | None) -> bool
 def size_of(value: Mapping[str, Any]) -> str:
     """A short value itself, on one line; else how large it is."""
     if value["type"] in ("array", "object"):
-        return counted(value["items"], "item")
+        return counted(value["size"], "item")
     if value["text"] is None and value["type"] != "null":
-        return counted(value["characters"], "character")
+        return counted(value["size"], "character")
     return " ".join((value["text"] or "").split()) or "empty"
 
 

@@ -14,8 +14,10 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    SerializerFunctionWrapHandler,
     StrictBool,
     Tag,
+    model_serializer,
     model_validator,
 )
 
@@ -118,12 +120,15 @@ class TaskBody(Body):
     ) = None
     route: Literal["auto", "local", "cloud"] = "auto"
     metadata: Json | None = None
-    callback_url: Text | None = Field(
-        None,
-        description="who is told of its end",
-        # Not in the hash of a body without one: keys of before there was this field are good.
-        exclude_if=lambda url: url is None,
-    )
+    callback_url: Text | None = Field(None, description="who is told of its end")
+
+    @model_serializer(mode="wrap")
+    def as_before_callbacks(self, usual: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without one, a body has the hash that it had before there were any."""
+        written: dict[str, Any] = usual(self)
+        if self.callback_url is None:
+            written.pop("callback_url", None)
+        return written
 
 
 class PromptTask(TaskBody):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
+from api.callbacks import check_callback_urls
 from api.models import AgentTask, Approval, Batch, BatchStatus, Problem, TaskStatus
 from api.requests import IdempotencyKey, idempotency, mark_replay, new_task, refused_fields
 from api.services import Services
@@ -12,7 +13,6 @@ from config import Limits, Settings
 from db import NewTask
 from errors import FieldRefused, NameInUse, TooLarge
 from queries.operations import (
-    Decision,
     approve_task,
     cancel_task,
     requeue_task,
@@ -36,6 +36,8 @@ def post_batch(
 ) -> BatchStatus:
     """Submit up to limits.max_batch_tasks tasks: all of them are stored, or none is."""
     tasks = batch_tasks(body, tenant, idempotency_key, services.settings)
+    urls = {f"tasks.{index}.callback_url": task.callback_url for index, task in enumerate(tasks)}
+    check_callback_urls(urls, tenant, services)
     services.quotas.add_tasks(tenant, len(tasks))
     try:
         stored = services.database.run(submit_batch, tasks)
@@ -67,7 +69,9 @@ def post_approval(
     """
     decision = body or Approval()
     check_approval(decision, services.settings.limits)
-    decided = services.database.run(approve_task, tenant, task_id, Decision(**dict(decision)))
+    decided = services.database.run(
+        approve_task, tenant, task_id, decision.approved, decision.feedback, decision.artefact
+    )
     return TaskStatus(task_id=decided.task_id, status=decided.status)
 
 

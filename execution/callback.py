@@ -40,7 +40,8 @@ async def run_callback(task: ClaimedTask, settings: Settings) -> Outcome:
         "callbacks.allow_private_addresses",
         loopback=not task.message.sender.keys_exist,
     )
-    call = Call("POST", url, headers_of(task.task_id, task.message), task.message.body)
+    headers = headers_of(f"msg_{task.task_id}", task.message)  # the same at each attempt
+    call = Call("POST", url, headers, task.message.body)
     try:
         async with asyncio.timeout(own.timeout_seconds):
             status = await dial(call, leave, own.timeout_seconds, _status)
@@ -56,9 +57,9 @@ async def run_callback(task: ClaimedTask, settings: Settings) -> Outcome:
     raise Failure(f"{url.host} answered {status}{followed}")
 
 
-def headers_of(task_id: int, message: Message) -> dict[str, str]:
+def headers_of(message_id: str, message: Message) -> dict[str, str]:
     """What a receiver needs to tell a repetition, and whether it comes from us and now."""
-    message_id, sender = f"msg_{task_id}", message.sender
+    sender = message.sender
     headers = {
         "Content-Type": "application/json",
         "webhook-id": message_id,

@@ -20,21 +20,40 @@ def newest_state(conn: Connection, task_id: int) -> Row | None:
     return rows[0] if rows else None
 
 
+# A long value is told by its size: states are large, and a page has many. `digest` tells whether
+# another value is the same. LangGraph's own first checkpoint, before the graph begins, is left out.
 LIST_STATES = """
-SELECT task_id, checkpoint_id, at, attempt, nodes, next_nodes, graph_version, state,
-       prompt_tokens, completion_tokens
+SELECT checkpoint_id, at, attempt, nodes, next_nodes, prompt_tokens, completion_tokens,
+       (SELECT coalesce(jsonb_object_agg(channel, jsonb_build_object(
+            'type', jsonb_typeof(value),
+            'digest', hashtextextended(value::text, 0),
+            'text', CASE
+                WHEN jsonb_typeof(value) IN ('array', 'object') THEN NULL
+                WHEN char_length(value #>> '{}') <= %(longest_text)s THEN value #>> '{}' END,
+            'size', CASE jsonb_typeof(value)
+                WHEN 'array' THEN jsonb_array_length(value)
+                WHEN 'object' THEN (SELECT count(*) FROM jsonb_object_keys(value))
+                ELSE char_length(value #>> '{}') END)), '{}')
+        FROM jsonb_each(state) AS channels(channel, value)) AS channels
 FROM job_states
-WHERE task_id = %(task_id)s
+WHERE task_id = %(task_id)s AND next_nodes <> '{__start__}'
   AND (%(before)s::text IS NULL OR checkpoint_id < %(before)s)
 ORDER BY checkpoint_id DESC
 LIMIT %(limit)s + 1
 """
 
 
-def list_states(conn: Connection, task_id: int, *, limit: int, before: str | None) -> list[Row]:
+def list_states(
+    conn: Connection, task_id: int, *, limit: int, before: str | None, longest_text: int
+) -> list[Row]:
     """The job's states, newest first, older than checkpoint `before`; one more than `limit` rows
-    tell that there are more."""
-    return fetch(conn, LIST_STATES, {"task_id": task_id, "limit": limit, "before": before})
+    tell that there are more.
+
+    Of each of its channels there is the type, a digest, the text if that is not longer than
+    `longest_text` characters, and the size: in characters, items or members.
+    """
+    values = {"task_id": task_id, "limit": limit, "before": before, "longest_text": longest_text}
+    return fetch(conn, LIST_STATES, values)
 
 
 # Written in the transaction of the checkpoint, by the one who holds the task's row. What ran

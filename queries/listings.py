@@ -167,40 +167,6 @@ def list_transitions(conn: Connection, task_id: int, *, limit: int, after: int |
     return Page(page, page[-1]["id"] if len(rows) > limit else None)
 
 
-# A long value is told by its size; `digest` tells whether another is the same.
-LIST_CHECKPOINTS = """
-SELECT checkpoint_id, at, attempt, nodes, next_nodes, prompt_tokens, completion_tokens,
-       (SELECT coalesce(jsonb_object_agg(channel, jsonb_build_object(
-            'digest', hashtextextended(value::text, 0),
-            'text', CASE
-                WHEN jsonb_typeof(value) IN ('array', 'object') THEN NULL
-                WHEN char_length(value #>> '{}') <= %(longest_text)s THEN value #>> '{}' END,
-            'characters', char_length(value #>> '{}'),
-            'type', jsonb_typeof(value),
-            'items', CASE jsonb_typeof(value)
-                WHEN 'array' THEN jsonb_array_length(value)
-                WHEN 'object' THEN (SELECT count(*) FROM jsonb_object_keys(value)) END)), '{}')
-        FROM jsonb_each(state) AS channels(channel, value)) AS state
-FROM job_states
-WHERE task_id = %(task_id)s
-  AND (%(before)s::text IS NULL OR checkpoint_id < %(before)s)
-ORDER BY checkpoint_id DESC
-LIMIT %(limit)s + 1
-"""
-
-
-def list_checkpoints(
-    conn: Connection, task_id: int, *, limit: int, before: str | None, longest_text: int
-) -> list[Row]:
-    """An agent job's checkpoints, newest first, and one more than `limit`, if there is one.
-
-    Of each channel of the state its type, its digest, and its text up to `longest_text` characters
-    or else its size.
-    """
-    values = {"task_id": task_id, "limit": limit, "before": before, "longest_text": longest_text}
-    return fetch(conn, LIST_CHECKPOINTS, values)
-
-
 # One row, each figure from the index that holds just such tasks. A delayed task whose time has
 # come is due, whether or not a worker has marked it so.
 READ_QUEUE = """

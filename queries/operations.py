@@ -10,12 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import psycopg2.errors
-
 from connection import Connection, Cursor, Row, fetch, transaction
 from db import NewTask, Submitted, referred_to, submit_tasks_in_tx, taken_name_told
 from errors import (
-    DatabaseUnavailable,
     FieldRefused,
     KeyReused,
     NameInUse,
@@ -44,24 +41,28 @@ def submit_batch(conn: Connection, tasks: Sequence[NewTask]) -> list[Submitted]:
     another body. Of two that come at once with one key, the second waits for the first. NameInUse
     if one of the tasks has the name of another that has not ended.
     """
+    first, *rest = tasks
+    batch = [first, *(replace(task, is_behind_first=True) for task in rest)]
     while True:
+        if before := _batch_of_key(conn, first):
+            return before
         try:
             with transaction(conn) as cursor:
-                if first := submit_tasks_in_tx(cursor, tasks[:1]):
-                    rest = [replace(task, batch_id=first[0].task_id) for task in tasks[1:]]
-                    return first + submit_tasks_in_tx(cursor, rest)
+                stored = submit_tasks_in_tx(cursor, batch)
+                if len(stored) < len(batch):
+                    raise _KeyTaken
+                return stored
+        except _KeyTaken:
+            pass  # by a holder who may have rolled back meanwhile: look again, then insert again
         except NameInUse:
             # Of two that come at once with one key, the second may meet the first's names first.
-            if before := _batch_of_key(conn, tasks[0]):
+            if before := _batch_of_key(conn, first):
                 return before
             raise
-        except DatabaseUnavailable as away:
-            if not isinstance(away.__cause__, psycopg2.errors.DeadlockDetected):
-                raise
-            continue  # another batch has the same names in another order, and has won
-        # The key is taken. Its holder may have rolled back meanwhile: then insert again.
-        if before := _batch_of_key(conn, tasks[0]):
-            return before
+
+
+class _KeyTaken(Exception):
+    """Nothing of the batch is to be stored."""
 
 
 BATCH_OF_KEY = """
@@ -80,6 +81,8 @@ ORDER BY task_id
 
 
 def _batch_of_key(conn: Connection, first: NewTask) -> list[Submitted]:
+    if first.idempotency_key is None:
+        return []
     rows = fetch(
         conn,
         BATCH_OF_KEY,
@@ -202,43 +205,43 @@ RETURNING task_id, parent_id AS run_id, status::text
 DECIDE = {Kind.APPROVAL: DECIDE_APPROVAL, Kind.AGENT: DECIDE_JOB}
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What a person says to what waits for it."""
-
-    approved: bool
-    feedback: str | None = None
-    artefact: str | None = None  # what it was said about, if only of that
-
-
-def approve_task(conn: Connection, tenant: str, reference: str, decision: Decision) -> Changed:
+def approve_task(
+    conn: Connection,
+    tenant: str,
+    reference: str,
+    approved: bool,
+    feedback: str | None,
+    artefact: str | None = None,
+) -> Changed:
     """Decide what waits for a person; NotFound, or StateConflict when it does not wait.
 
-    An approval step ends; an agent job goes on as soon as a worker has it.
+    An approval step ends; an agent job goes on as soon as a worker has it. With an artefact, it is
+    decided only if that is what it asks about.
     """
+    decision = {"approved": approved, "feedback": feedback, "artefact": artefact}
     while True:
         task = find_task(conn, tenant, reference)
-        _check_decision(task, decision)
+        _check_decision(task, artefact)
         with transaction(conn) as cursor:
             _lock_run_of(cursor, task)
             statement = DECIDE[Kind(task["kind"])]
-            if row := _change(cursor, statement, task, tenant, **vars(decision)):
+            if row := _change(cursor, statement, task, tenant, **decision):
                 end_steps(cursor, [row])
                 return _changed(task, row)
         # Somebody else decided between the two statements: look again, to say so.
 
 
-def _check_decision(task: Row, decision: Decision) -> None:
-    """Say why the task cannot be decided so; it is decided by the statement above."""
+def _check_decision(task: Row, artefact: str | None) -> None:
+    """Say why the task cannot be decided now; whether it can, its statement says."""
     name = task["shown_as"]
-    if decision.artefact is not None and task["kind"] != Kind.AGENT:
+    if artefact is not None and task["kind"] != Kind.AGENT:
         raise FieldRefused("artefact", f"only an agent job has one, and task {name} is none")
     if task["status"] != Status.AWAITING_APPROVAL or task["kind"] not in DECIDE:
         raise StateConflict(
             f"task {name} is {task['status']}; "
             "only a task that waits for approval can be approved or rejected"
         )
-    if decision.artefact not in (None, task["artefact"]):
+    if artefact not in (None, task["artefact"]):
         raise StateConflict(
             f"what task {name} asks has changed since; look at state.approval of GET /tasks/{name}",
             "artefact",

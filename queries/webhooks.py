@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import psycopg2.errors
 
@@ -19,7 +19,7 @@ SECRET_PREFIX = "whsec_"  # noqa: S105 - what every secret begins with
 class Sender:
     """As whom a tenant's callbacks are sent, and when that was read."""
 
-    secret: bytes | None  # None: unsigned
+    secret: bytes | None = field(repr=False)  # None: unsigned
     keys_exist: bool  # whether any API key was ever created
     at_seconds: int  # by the database's clock, since 1970
 
@@ -28,7 +28,7 @@ class Sender:
 class Message:
     """What a callback brings, read by the holder of its lease."""
 
-    body: bytes
+    body: bytes = field(repr=False)
     sender: Sender
 
 

@@ -36,7 +36,7 @@ from execution.tools.results import storable_result
 from pool import Pool
 from queries.jobs import newest_state
 from queries.leases import ClaimedTask, Outcome
-from runs.templates import TemplateError, as_text, fill
+from runs.templates import TemplateError, filled_text
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ class Job:
             return text
         max_bytes = self.shared.settings.limits.max_prompt_bytes
         try:
-            return as_text(fill(text, self.task.outputs, max_bytes))
+            return filled_text(self.task.kind, self.task.payload, self.task.outputs, max_bytes)
         except TemplateError as refused:
             raise Permanent(str(refused)) from refused
 

@@ -10,8 +10,8 @@ import pytest
 import db
 from config import DatabaseSettings
 from queries.tokens import TOKENS_CHANNEL, say_watched
+from tests.support.agent_jobs import decide, nodes_run, submit_job, watched_events
 from tests.support.fake_ollama import FakeOllama, answer
-from tests.support.jobs import decide, nodes_run, submit_job, watched_events
 from tests.support.processes import Processes, eventually
 from tests.support.queue import Queue
 from tests.support.team_model import CODE, TeamModel

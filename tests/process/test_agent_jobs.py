@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from tests.support.agent_jobs import decide, nodes_run, submit_job
 from tests.support.fake_ollama import FakeOllama, answer, empty, slow
-from tests.support.jobs import decide, nodes_run, submit_job
 from tests.support.processes import Processes, eventually
 from tests.support.queue import Queue
 from tests.support.team_model import CODE, NOTES, PLAN, TeamModel, approves, rejects, routes

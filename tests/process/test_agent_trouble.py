@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.agent_jobs import decide, nodes_run, submit_job, traces
 from tests.support.fake_ollama import Call, FakeOllama, answer, slow, status
-from tests.support.jobs import decide, nodes_run, submit_job, traces
 from tests.support.processes import Processes, Worker, eventually
 from tests.support.queue import Queue
 from tests.support.team_model import CODE, TeamModel, role_of

@@ -1,65 +1,65 @@
-"""Agent jobs for process tests: submitted, decided, and looked at behind the code under test."""
+"""Agent jobs in tests, brought to where they stand without a worker: parked, and with states."""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 from typing import Any
 
-import db
-from config import DatabaseSettings
-from queries.operations import Decision, approve_task
-from tests.support.processes import eventually
-from tests.support.queue import Queue, Row
+from config import Retry
+from db import Connection
+from queries import leases
+from queries.leases import Lease, Outcome
+from tests.support import lives
+from tests.support.rows import sql
 
-# Whatever a job leaves behind; `key` puts each in an order that does not change.
-TRACES = {
-    "checkpoints": "SELECT * FROM checkpoints ORDER BY checkpoint_ns, checkpoint_id",
-    "checkpoint_blobs": "SELECT * FROM checkpoint_blobs ORDER BY checkpoint_ns, channel, version",
-    "checkpoint_writes": "SELECT * FROM checkpoint_writes ORDER BY checkpoint_id, task_id, idx",
-    "job_states": "SELECT * FROM job_states ORDER BY checkpoint_id",
-    "model_calls": "SELECT * FROM model_calls ORDER BY call_id",
-    "tenant_tokens": "SELECT * FROM tenant_tokens ORDER BY tenant, day",
-}
+_numbers = itertools.count(1)
 
 
-def submit_job(queue: Queue, task: str = "Double a number.", **fields: Any) -> int:
-    """Create one agent job; fields are its payload's, or NewTask's."""
-    payload: dict[str, Any] = {"task": task, "graph": "team", "max_revisions": 2}
-    of_task = {"tenant", "timeout_seconds", "requested_route", "max_retry"}
-    payload |= {name: fields.pop(name) for name in list(fields) if name not in of_task}
-    (task_id,) = queue.submit("", kind="agent", payload=payload, **fields)
-    return task_id
+def artefact_of(asks: Any) -> str:
+    text = json.dumps(asks, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-def decide(queue: Queue, task_id: int, approved: bool = True, feedback: str | None = None) -> Row:
-    """Decide as the API does; the row that was waiting."""
-    row = queue.await_status(task_id, "AWAITING_APPROVAL")
-    conn = db.connect(queue.url, DatabaseSettings(), "tests")
-    try:
-        approve_task(conn, row["tenant"], str(task_id), Decision(approved, feedback))
-    finally:
-        conn.close()
-    return row
+def park(conn: Connection, task_id: int, asks: Any, run_id: int | None = None) -> str:
+    """RUNNING, then AWAITING_APPROVAL, as a worker does it; the hash of what the job asks."""
+    gate = {"interrupt": f"i{next(_numbers)}", "asks": asks, "artefact": artefact_of(asks)}
+    taken = lives.take(conn, task_id)
+    lease = Lease(taken.task_id, taken.token, run_id)
+    (settled,) = leases.settle_tasks(conn, [(lease, Outcome("parked", gate=gate))], Retry())
+    assert settled.status == "AWAITING_APPROVAL"
+    return str(gate["artefact"])
 
 
-def traces(queue: Queue) -> dict[str, list[Row]]:
-    """All that jobs have written to their own tables."""
-    return {name: queue.ask(statement) for name, statement in TRACES.items()}
+def parked(conn: Connection, tenant: str, asks: Any, **payload: Any) -> tuple[int, str]:
+    """A new job of the tenant that waits for a person, and the hash of what it asks."""
+    statement = """
+        INSERT INTO tasks (tenant, kind, payload) VALUES (%(tenant)s, 'agent', %(payload)s)
+        RETURNING task_id
+    """
+    given = json.dumps({"task": "Write something.", "graph": "team", **payload})
+    (row,) = sql(conn, statement, tenant=tenant, payload=given)
+    return row["task_id"], park(conn, row["task_id"], asks)
 
 
-def nodes_run(queue: Queue, task_id: int) -> list[str]:
-    """The nodes that finished, in order, by the checkpoints."""
-    rows = queue.ask("SELECT * FROM job_states WHERE task_id = %s ORDER BY checkpoint_id", task_id)
-    return [node for row in rows for node in row["nodes"]]
+INSERT_STATE = """
+INSERT INTO job_states (
+    task_id, checkpoint_id, attempt, nodes, next_nodes, graph_version, state, prompt_tokens,
+    completion_tokens)
+VALUES (%(task_id)s, %(checkpoint_id)s, 1, %(nodes)s::text[], %(next_nodes)s::text[], 'v1',
+        %(state)s, %(prompt_tokens)s, 7)
+"""
 
 
-def watched_events(conn: db.Connection, until: Row) -> list[Row]:
-    """What a listener to the tokens' channel has heard, once it has heard this."""
-    events: list[Row] = []
-
-    def look() -> bool:
-        events.extend(json.loads(payload) for _, payload in db.heard(conn))
-        return any(event.items() >= until.items() for event in events)
-
-    eventually(look, what=f"{until} is told")
-    return events
+def reach(
+    conn: Connection, task_id: int, nodes: list[str], next_nodes: list[str], **state: Any
+) -> str:
+    """A checkpoint of the job behind these nodes; its id."""
+    number = next(_numbers)
+    checkpoint_id = f"1f0{number:05x}-0000-6000-8000-000000000000"
+    sql(
+        conn, INSERT_STATE, task_id=task_id, checkpoint_id=checkpoint_id, nodes=nodes,
+        next_nodes=next_nodes, state=json.dumps(state), prompt_tokens=number,
+    )  # fmt: skip
+    return checkpoint_id
