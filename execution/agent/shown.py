@@ -22,6 +22,7 @@ from execution.text import storable
 MOST_BYTES = Limits().max_result_bytes
 DEEPEST = 50
 LONGEST_NUMBER_BITS = 10_000  # some 3,000 digits; Python reads back no more than 4,300
+LONGEST_FLOAT = 24  # characters
 CUT = "…"
 
 AS_TEXT = (date, time, timedelta, Decimal, UUID, PurePath)  # a datetime is a date
@@ -74,7 +75,7 @@ class _Copy:
         self.was_cut = False
 
     def of(self, value: Any, depth: int) -> Any:
-        self.bytes_left -= 2
+        self.bytes_left -= 5
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, Enum):
@@ -84,6 +85,7 @@ class _Copy:
         if isinstance(value, int):
             return self._whole_number(value)
         if isinstance(value, float):
+            self.bytes_left -= LONGEST_FLOAT
             return float(value) if math.isfinite(value) else None
         if isinstance(value, AS_TEXT):
             return self._text(str(value))
@@ -125,15 +127,13 @@ class _Copy:
         return self.was_cut
 
     def _text(self, text: str) -> str:
-        whole = storable(text[: max(0, self.bytes_left)])
-        kept = whole
+        kept = storable(text[: max(0, self.bytes_left)])
+        is_whole = len(text) <= self.bytes_left
         while (size := _size(kept)) > self.bytes_left and kept:
-            kept = kept[: len(kept) // 2]
+            kept, is_whole = kept[: len(kept) // 2], False
         self.bytes_left -= size
-        if len(kept) == len(text) or len(kept) == len(whole) == len(storable(text)):
-            return kept
-        self.was_cut = True
-        return kept + CUT
+        self.was_cut = self.was_cut or not is_whole
+        return kept if is_whole else kept + CUT
 
     def _whole_number(self, number: int) -> Any:
         if number.bit_length() > LONGEST_NUMBER_BITS:
