@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -116,15 +116,17 @@ class Job:
             "recursion_limit": self.shared.settings.agents.recursion_limit,
             "metadata": {"graph_version": graph.version},
         }
+        has_run: set[str] = set()
         if newest is None:
             given: Any = {INPUT: self._text()}
         else:
             snapshot = compiled.get_state(config)
             self._check_version(graph, newest, snapshot)
+            has_run = {task.id for task in snapshot.tasks if task.result is not None}
             given = None
             if snapshot.interrupts and (given := self._answer(snapshot.interrupts)) is None:
                 return _parked(snapshot.interrupts[0])
-        self._stream(compiled, given, config)
+        self._stream(compiled, given, config, has_run)
         return self._outcome(graph, compiled.get_state(config))
 
     def _graph(self) -> Graph:
@@ -173,7 +175,11 @@ class Job:
 
     # --- going on ------------------------------------------------------------------------------
 
-    def _stream(self, compiled: CompiledGraph, given: Any, config: RunnableConfig) -> None:
+    def _stream(
+        self, compiled: CompiledGraph, given: Any, config: RunnableConfig, has_run: Set[str]
+    ) -> None:
+        """Run until there is nothing to run; LangGraph tells again of what `has_run` beside what
+        is to run now."""
         control = RunControl()
         self.signals.on_drain(partial(control.request_drain, "the worker stops"))
         payload, agents = self.task.payload, self.shared.settings.agents
@@ -195,6 +201,8 @@ class Job:
         with closing(stream) as events:  # type: ignore[type-var]  # it is a generator
             for event in events:
                 self.calls.check()  # a node may have swallowed that it is to stop
+                if event["id"] in has_run or event.get("error") or event.get("interrupts"):
+                    continue  # or it has to run again before it has finished
                 self.on_node(event["name"], "finished" if "result" in event else "started")
 
     # --- what came of it -----------------------------------------------------------------------

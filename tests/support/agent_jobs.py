@@ -7,7 +7,7 @@ from typing import Any
 
 import db
 from config import DatabaseSettings
-from queries.operations import Decision, approve_task
+from queries.operations import approve_task
 from tests.support.processes import eventually
 from tests.support.queue import Queue, Row
 
@@ -36,7 +36,7 @@ def decide(queue: Queue, task_id: int, approved: bool = True, feedback: str | No
     row = queue.await_status(task_id, "AWAITING_APPROVAL")
     conn = db.connect(queue.url, DatabaseSettings(), "tests")
     try:
-        approve_task(conn, row["tenant"], str(task_id), Decision(approved, feedback))
+        approve_task(conn, row["tenant"], str(task_id), approved, feedback)
     finally:
         conn.close()
     return row
