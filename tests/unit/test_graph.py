@@ -176,8 +176,12 @@ def test_a_prefix_alone_is_no_name(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("given", "found"),
-    [({}, "neither"), ({"args": {}}, "neither"), ({"prompt": "p", "tool": "t"}, "both"),
-     ({"task": "t"}, "neither")],
+    [
+        ({}, "neither"),
+        ({"args": {}}, "neither"),
+        ({"prompt": "p", "tool": "t"}, "both"),
+        ({"task": "t"}, "neither"),
+    ],
 )
 def test_a_plain_name_whose_input_does_not_tell_the_kind_is_refused(
     given: dict[str, Any], found: str
