@@ -238,22 +238,13 @@ def test_it_can_be_cancelled_while_it_is_sent(
 # --- where it does not go --------------------------------------------------------------------
 
 
-def test_what_is_plainly_wrong_is_refused_at_the_post(
-    bench: Bench, open_api: Api, receiver: Receiver
-) -> None:
-    for url in (
-        "http://10.0.0.1/",
-        "http://[::ffff:127.0.0.1]/",
-        "ftp://a/",
-        "http://u:p@a.example/",
-    ):
-        for body, field in (
-            ({"prompt": "p", "callback_url": url}, "callback_url"),
-            ({"task": "t", "callback_url": url}, "callback_url"),
-        ):
-            refused = open_api.http.post("/tasks", json=body)
+def test_what_is_plainly_wrong_is_refused_at_the_post(open_api: Api) -> None:
+    urls = ["http://10.0.0.1/", "http://[::ffff:7f00:1]/", "ftp://a/", "http://u:p@a.example/"]
+    for url in urls:
+        for what in ({"prompt": "p"}, {"task": "t"}):
+            refused = open_api.http.post("/tasks", json={**what, "callback_url": url})
             assert refused.status_code == 422, refused.text
-            assert field in refused.text
+            assert "callback_url" in refused.text
     batch = {"tasks": [{"prompt": "p"}, {"prompt": "p", "callback_url": "http://10.0.0.1/"}]}
     refused = open_api.http.post("/tasks/batch", json=batch)
     assert refused.status_code == 422
