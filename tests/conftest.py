@@ -24,7 +24,8 @@ import db
 from config import Settings, load_config
 from queries.schema import ensure_schema
 from tests.support.fake_ollama import FakeOllama
-from tests.support.processes import Api, Processes, Worker, free_port
+from tests.support.ports import free_port
+from tests.support.processes import Api, Processes, Worker
 
 TEMPLATE = f"test_template_{os.getpid()}"
 

@@ -10,7 +10,8 @@ from db import Connection
 from tests.conftest import administrator, at_database
 from tests.support import rows
 from tests.support.client import Client, refused
-from tests.support.processes import Api, Processes, eventually, free_port
+from tests.support.ports import free_port
+from tests.support.processes import Api, Processes, eventually
 
 
 def test_a_process_that_runs_says_so(module_api: Api) -> None:

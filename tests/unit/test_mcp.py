@@ -21,7 +21,8 @@ from execution.errors import Failure, Permanent
 from execution.tool import ToolCalls
 from queries.leases import ClaimedTask, Lease
 from tests.conftest import settings_for
-from tests.support.processes import eventually, free_port
+from tests.support.ports import free_port
+from tests.support.processes import eventually
 
 pytest.importorskip("mcp", reason="needs mcp: pip install -r requirements-agents.txt")
 

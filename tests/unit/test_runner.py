@@ -17,7 +17,8 @@ from scheduler import decide_route
 from tests.conftest import settings_for
 from tests.support import fake_ollama
 from tests.support.fake_ollama import Behaviour, FakeOllama
-from tests.support.processes import eventually, free_port
+from tests.support.ports import free_port
+from tests.support.processes import eventually
 
 SETTINGS = settings_for("postgresql://nobody@nowhere/none", ollama={"timeout_seconds": 0.5})
 TOKEN = "00000000-0000-4000-8000-000000000000"
