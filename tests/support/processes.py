@@ -106,8 +106,8 @@ class Api(Process):
 class Processes:
     """Starts processes on one database and one model server, with sections of config.toml changed.
 
-    Leases are short, so that a test of a lost worker takes seconds: processes(worker={…}) in
-    `configure` changes that and everything else.
+    No pause of a busy machine ends a lease: who loses a worker shortens them in `configure`, which
+    changes everything else, too, or ends them (Queue.await_loss).
     """
 
     def __init__(self, database_url: str, ollama_url: str, folder: Path) -> None:
@@ -126,7 +126,7 @@ class Processes:
     def configure(self, **sections: dict[str, Any]) -> None:
         """Write the config.toml of processes started from now on."""
         worker = {
-            "lease_seconds": 3,
+            "lease_seconds": 60,
             "heartbeat_seconds": 1,
             "reap_seconds": 0.5,
             "poll_seconds": 1,
