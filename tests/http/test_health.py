@@ -105,6 +105,6 @@ def test_a_process_that_started_before_postgres_works_once_it_is_there(
     refused(api.http.get("/readyz"), 503)
     with administrator(server_url) as cursor:
         cursor.execute(f"CREATE DATABASE {late_database.rsplit('/', 1)[1]}")
-    eventually(lambda: api.http.get("/readyz").status_code == 200, 20)
+    eventually(lambda: api.http.get("/readyz").status_code == 200)
     assert api.submit("first") == 1  # the schema was installed on the way
     api.terminate()

@@ -339,7 +339,7 @@ class FakeOllama:
             return [call for call in self.calls if substring in call.text]
 
     def wait_for(
-        self, substring: str = "", count: int = 1, outcome: str | None = None, timeout: float = 10
+        self, substring: str = "", count: int = 1, outcome: str | None = None, timeout: float = 30
     ) -> list[Call]:
         """The calls with that text, as soon as `count` of them have (that outcome) come."""
 
