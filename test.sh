@@ -1,14 +1,19 @@
 #!/usr/bin/env bash
 # Proves it: installs what the tests need into .venv and runs them all. A skip is a failure here.
 #
-#   ./test.sh                       everything
-#   ./test.sh tests/unit -k route   what follows goes to pytest
+#   ./test.sh                       everything, some tests beside each other
+#   ./test.sh tests/unit -k route   what follows goes to pytest, which runs one test at a time
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/venv.sh
 
 ensure_venv requirements-dev.txt
+
+# Most tests wait more than they compute. Which of them stay together: tests/conftest.py.
+if [ $# -eq 0 ]; then
+    set -- --numprocesses=auto --dist=loadgroup --no-loadscope-reorder
+fi
 
 SECONDS=0
 status=0

@@ -23,15 +23,43 @@ import pytest
 import db
 from config import Settings, load_config
 from queries.schema import ensure_schema
+from tests.support import groups
 from tests.support.fake_ollama import FakeOllama
-from tests.support.processes import Api, Processes, Worker, free_port
+from tests.support.ports import free_port
+from tests.support.processes import Api, Processes, Worker
 
-TEMPLATE = f"test_template_{os.getpid()}"
+TEMPLATE = f"test_template_{os.getpid()}"  # each worker of several has its own
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    return groups.workers()
+
+
+@pytest.hookimpl(tryfirst=True)  # before the names of groups become part of the tests' names
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In a worker of several: which tests stay together, and in which order they begin."""
+    if not hasattr(config, "workerinput"):
+        return
+    chosen = {item: groups.group_of(item.nodeid, item.fixturenames) for item in items}
+    items.sort(key=lambda item: groups.place_of(chosen[item]))
+    for item, group in chosen.items():
+        if group is not None:
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-    report = yield
+    return without_skip((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Any:
+    return without_skip((yield))
+
+
+def without_skip(report: Any) -> Any:
+    """The report of a test or of a whole file; a failure where a skip is one."""
     if report.skipped and os.environ.get("SKIPS_ARE_FAILURES") and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
         report.longrepr = f"skipped, which is a failure here: {report.longrepr}"

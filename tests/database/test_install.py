@@ -20,6 +20,7 @@ from tests.conftest import administrator, settings_for
 from tests.support import rows, runs
 from tests.support.processes import eventually
 from tests.support.rows import sql
+from tests.support.stage import PATIENCE
 
 Connect = Callable[[], Connection]
 
@@ -81,6 +82,8 @@ def test_eight_processes_that_find_an_empty_database_at_once_install_it_once(
     empty: Connect,
 ) -> None:
     referee, conns = empty(), [empty() for _ in range(8)]
+    for conn in conns:
+        conn.lock_timeout_seconds = PATIENCE
     waiting = """
         SELECT count(*) AS n FROM pg_locks JOIN pg_database d ON d.oid = database
         WHERE locktype = 'advisory' AND NOT granted AND datname = current_database()
@@ -91,7 +94,7 @@ def test_eight_processes_that_find_an_empty_database_at_once_install_it_once(
         sql(referee, f"SELECT pg_advisory_lock({key})")
         started = [pool.submit(ensure_schema, conn) for conn in conns]
         try:
-            eventually(lambda: sql(referee, waiting)[0]["n"] == 8, 4, "all eight wait")
+            eventually(lambda: sql(referee, waiting)[0]["n"] == 8, PATIENCE, "all eight wait")
         finally:
             sql(referee, f"SELECT pg_advisory_unlock({key})")
         for one in started:

@@ -28,6 +28,8 @@ def module_processes(
     module_database: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Processes]:
     with Processes(module_database, NO_MODEL, tmp_path_factory.mktemp("api")) as started:
+        # Whom a test keeps waiting for a lock waits until the test has seen it.
+        started.configure(database={"lock_timeout_seconds": 25})
         yield started
 
 

@@ -10,7 +10,8 @@ from db import Connection
 from tests.conftest import administrator, at_database
 from tests.support import rows
 from tests.support.client import Client, refused
-from tests.support.processes import Api, Processes, eventually, free_port
+from tests.support.ports import free_port
+from tests.support.processes import Api, Processes, eventually
 
 
 def test_a_process_that_runs_says_so(module_api: Api) -> None:
@@ -104,6 +105,6 @@ def test_a_process_that_started_before_postgres_works_once_it_is_there(
     refused(api.http.get("/readyz"), 503)
     with administrator(server_url) as cursor:
         cursor.execute(f"CREATE DATABASE {late_database.rsplit('/', 1)[1]}")
-    eventually(lambda: api.http.get("/readyz").status_code == 200, 20)
+    eventually(lambda: api.http.get("/readyz").status_code == 200)
     assert api.submit("first") == 1  # the schema was installed on the way
     api.terminate()

@@ -139,7 +139,7 @@ def test_requests_that_wait_for_a_look_into_the_database_hold_up_nobody(
 
     def take_requests(*args: Any) -> quotas.Block:
         looks.append(args)
-        gate.wait(20)
+        gate.wait(60)
         raise DatabaseUnavailable
 
     monkeypatch.setattr(api.quotas, "take_requests", take_requests)

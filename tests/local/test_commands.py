@@ -16,7 +16,8 @@ import pytest
 
 from local import demo
 from local.postgres import EmbeddedPostgres
-from tests.support.processes import ROOT, Process, eventually, free_port
+from tests.support.ports import free_port
+from tests.support.processes import ROOT, Process, eventually
 
 pytestmark = pytest.mark.needs_local
 

@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from tests.conftest import fresh_database
-from tests.support.processes import Api, Process, Processes, Worker, eventually, free_port
+from tests.support.ports import free_port
+from tests.support.processes import Api, Process, Processes, Worker, eventually
 from tests.support.queue import Queue
 
 pytestmark = pytest.mark.needs_local

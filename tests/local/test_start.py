@@ -21,9 +21,9 @@ import pytest
 from local.children import Child
 from local.env_file import EnvFile
 from local.plans import plan_database
-from local.ports import free_port
 from local.postgres import EmbeddedPostgres
 from tests.support.fake_ollama import FakeOllama, slow
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.needs_local
 

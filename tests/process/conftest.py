@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import administrator, at_database
-from tests.support.processes import free_port
+from tests.support.ports import free_port
 from tests.support.queue import Queue
 
 NAME = "test_trouble"

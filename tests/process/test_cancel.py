@@ -11,6 +11,7 @@ import pytest
 import db
 from tests.support.fake_ollama import FakeOllama, answer, slow, status
 from tests.support.processes import Api, Processes, Worker, eventually
+from tests.support.queue import Queue
 
 
 def cancel(api: Api, task_id: int) -> httpx.Response:
@@ -57,13 +58,14 @@ def test_a_task_that_waits_is_cancelled_and_no_worker_ever_runs_it(
 
 
 def test_a_task_whose_worker_was_killed_after_the_cancel_ends_cancelled(
-    processes: Processes, api: Api, worker: Worker, fake: FakeOllama
+    processes: Processes, api: Api, worker: Worker, fake: FakeOllama, queue: Queue
 ) -> None:
     fake.on("endless", slow())
     task_id = api.submit("an endless task")
     eventually(lambda: fake.calls_for("endless"))
     worker.kill()
     assert cancel(api, task_id).status_code == 202
+    queue.await_loss()
     processes.worker()
     api.await_status(task_id, "CANCELLED")
     assert len(fake.calls_for("endless")) == 1
@@ -82,7 +84,9 @@ def test_a_dead_letter_that_was_requeued_is_run_again_by_a_worker(
     assert api.http.get("/dead-letters").json()["tasks"] == []
 
 
-def test_stats_show_a_worker_while_it_is_there(processes: Processes, api: Api) -> None:
+def test_stats_show_a_worker_while_it_is_there(processes: Processes) -> None:
+    processes.configure(worker={"lease_seconds": 3})
+    api = processes.api()
     worker = processes.worker("--concurrency", "3")
 
     def workers() -> list[dict[str, object]]:

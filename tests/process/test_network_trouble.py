@@ -192,7 +192,7 @@ def test_a_worker_whose_heartbeat_alone_is_cut_off_loses_its_leases_and_goes_on(
     worker = processes.worker(env=by_proxy)
     fake.wait_for("long")
     proxy.stall(only="beat")
-    fake.wait_for("long", count=2, timeout=30)
+    fake.wait_for("long", count=2)
     assert queue.row(task_id)["attempt"] == 2
     proxy.resume()
     row = queue.row(task_id)

@@ -45,6 +45,7 @@ def test_workers_whose_clocks_are_hours_off_take_nothing_from_each_other(
 def test_a_worker_whose_clock_is_hours_behind_takes_over_from_a_dead_one(
     processes: Processes, fake: FakeOllama, queue: Queue, tmp_path: Path
 ) -> None:
+    processes.configure(worker={"lease_seconds": 3})  # its end is told by some clock
     fake.on("shared", slow())
     (task_id,) = queue.submit("shared")
     first = processes.worker(env=with_clock_off_by(+7, tmp_path))

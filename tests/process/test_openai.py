@@ -121,8 +121,12 @@ def test_a_format_is_asked_for_and_the_answer_is_checked(bench: Bench) -> None:
 
 
 def test_the_probe_asks_for_the_models_and_sends_the_key(bench: Bench) -> None:
+    eventually(  # the worker claims without waiting for its first probe
+        lambda: (
+            f"Bearer {KEY}" in {probe.headers.get("authorization") for probe in bench.fake.probes}
+        )
+    )
     assert {probe.path for probe in bench.fake.probes} == {"/v1/models"}
-    assert f"Bearer {KEY}" in {probe.headers.get("authorization") for probe in bench.fake.probes}
 
 
 # --- the answer ------------------------------------------------------------------------------

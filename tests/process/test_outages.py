@@ -91,7 +91,7 @@ def test_a_server_that_says_when_to_come_back_is_obeyed(
     processes.worker()
     check_finished_unburned(queue, task_id)
     first, second = fake.calls_for("patient")
-    assert second.started - (first.ended or 0) >= 2
+    assert second.started - first.started >= 2
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_server_that_dies_in_the_middle_of_an_answer_is_a_failure_and_then_an_
     fake.on("piecemeal", [begin, answer("again")])
     (task_id,) = queue.submit("piecemeal")
     processes.worker()
-    assert has_begun.wait(20)
+    assert has_begun.wait(60)
     fake.down()
     eventually(lambda: "retry" in queue.story(task_id), what="the broken answer is a failure")
     fake.up()

@@ -251,6 +251,7 @@ def test_a_step_whose_worker_dies_is_told_the_same_key_by_the_next_one(
     )
     eventually(lambda: fake.calls_for("hold on"))
     first.kill()
+    queue.await_loss()
     processes.worker()
     assert queue.await_final(run_id)["status"] == "SUCCEEDED"
     ran = steps(queue, run_id)

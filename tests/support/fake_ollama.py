@@ -31,6 +31,7 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 from tests.support import fake_openai
+from tests.support.ports import free_port
 
 MODELS = ("llama3.2:latest", "qwen3:14b")
 POLL_SECONDS = 0.02  # how often a call that waits looks whether its client is still there
@@ -296,8 +297,8 @@ class FakeOllama:
     gives a behaviour), else `default`.
     """
 
-    def __init__(self, port: int = 0, models: Sequence[str] = MODELS) -> None:
-        self.port, self.models = port, models
+    def __init__(self, port: int | None = None, models: Sequence[str] = MODELS) -> None:
+        self.port, self.models = port or free_port(), models
         self.default: Behaviour = echo
         self.script: Callable[[Call], Behaviour | None] | None = None
         self.released = threading.Event()
@@ -338,7 +339,7 @@ class FakeOllama:
             return [call for call in self.calls if substring in call.text]
 
     def wait_for(
-        self, substring: str = "", count: int = 1, outcome: str | None = None, timeout: float = 10
+        self, substring: str = "", count: int = 1, outcome: str | None = None, timeout: float = 30
     ) -> list[Call]:
         """The calls with that text, as soon as `count` of them have (that outcome) come."""
 
@@ -355,7 +356,6 @@ class FakeOllama:
         """Listen, on the same port as before."""
         if self._server is None:
             self._server = _Server(self, self.port)
-            self.port = self._server.server_address[1]
 
     def down(self) -> None:
         """Refuse connections, as a process does that died: open calls are cut off."""

@@ -68,9 +68,12 @@ def die() -> str:
 
 @server.tool()
 async def wait(seconds: float) -> str:
+    """So long, or until somebody makes the file `let_go`."""
     note("waiting")
     try:
-        await anyio.sleep(seconds)
+        with anyio.move_on_after(seconds):
+            while not (FOLDER / "let_go").exists():
+                await anyio.sleep(0.02)
     except BaseException as ended:
         note("cancelled", type(ended).__name__)
         raise

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,14 +15,10 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
+from tests.support.ports import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 T = TypeVar("T")
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def eventually(look: Callable[[], T], seconds: float = 30, what: str = "") -> T:
@@ -111,8 +106,8 @@ class Api(Process):
 class Processes:
     """Starts processes on one database and one model server, with sections of config.toml changed.
 
-    Leases are short, so that a test of a lost worker takes seconds: processes(worker={…}) in
-    `configure` changes that and everything else.
+    No pause of a busy machine ends a lease: who loses a worker shortens them in `configure`, which
+    changes everything else, too, or ends them (Queue.await_loss).
     """
 
     def __init__(self, database_url: str, ollama_url: str, folder: Path) -> None:
@@ -131,7 +126,7 @@ class Processes:
     def configure(self, **sections: dict[str, Any]) -> None:
         """Write the config.toml of processes started from now on."""
         worker = {
-            "lease_seconds": 3,
+            "lease_seconds": 60,
             "heartbeat_seconds": 1,
             "reap_seconds": 0.5,
             "poll_seconds": 1,

@@ -105,6 +105,20 @@ class Queue:
 
     # --- all tasks ---
 
+    def expire_leases_of_the_dead(self) -> list[Row]:
+        """End the leases of workers that are gone now, so that nobody waits for their ends."""
+        return self.ask(
+            "UPDATE tasks SET lease_expires_at = current_instant() - interval '1 second'"
+            " WHERE status = 'RUNNING' AND lease_expires_at > current_instant() AND NOT EXISTS ("
+            " SELECT FROM pg_stat_activity"
+            " WHERE datname = current_database() AND application_name = tasks.worker)"
+            " RETURNING task_id"
+        )
+
+    def await_loss(self) -> None:
+        """Until Postgres has seen that a worker with a task is gone, whose lease then ends."""
+        eventually(self.expire_leases_of_the_dead, what="a task has lost its worker")
+
     def count(self, status: str) -> int:
         found = self.ask("SELECT count(*) AS n FROM tasks WHERE status::text = %s", status)
         return int(found[0]["n"])
@@ -129,6 +143,7 @@ class Queue:
             lambda: (
                 self.ask(
                     "SELECT 1 FROM pg_stat_activity WHERE application_name = %s"
+                    " AND datname = current_database()"
                     " AND query = 'COMMIT' AND state = 'idle'",  # of its last claim
                     worker,
                 )

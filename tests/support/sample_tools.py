@@ -185,7 +185,7 @@ def die() -> None:
 # --- time ------------------------------------------------------------------------------------
 
 
-def listen(context: ToolContext, seconds: float = 60) -> str:
+def listen(context: ToolContext, seconds: float = 600) -> str:
     """Wait, and tell a file's worth of the world how it ended."""
     told_to_stop = context.wait(seconds)
     SEEN.append(f"listen: {told_to_stop}, {context.cancelled}")

@@ -12,7 +12,8 @@ import uvicorn
 from api.services import ApiServices
 from config import Settings
 from main import create_app
-from tests.support.processes import eventually, free_port
+from tests.support.ports import free_port
+from tests.support.processes import eventually
 
 
 class Served:

@@ -105,12 +105,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize(("schema", "says"), REFUSED.values(), ids=REFUSED.keys())
 def test_a_schema_that_could_do_harm_is_refused_and_the_part_named(schema: Any, says: str) -> None:
-    begun = time.monotonic()
+    begun = time.process_time()
     with pytest.raises(FormatRefused) as refused:
         check_format(schema)
     assert says in str(refused.value)
     assert len(str(refused.value)) < 500
-    assert time.monotonic() - begun < 10
+    assert time.process_time() - begun < 10
 
 
 # --- how much work an answer is --------------------------------------------------------------
@@ -143,9 +143,9 @@ def test_an_answer_that_is_too_much_work_by_its_schema_is_known_before_it_is_don
     schema: dict[str, Any], answer: Any
 ) -> None:
     check_format(schema)
-    begun = time.monotonic()
+    begun = time.process_time()
     assert work_of_check(schema, answer) > MOST_WORK
-    assert time.monotonic() - begun < 5
+    assert time.process_time() - begun < 5
 
 
 def test_only_what_is_applied_to_a_value_counts() -> None:

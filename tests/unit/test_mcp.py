@@ -21,7 +21,8 @@ from execution.errors import Failure, Permanent
 from execution.tool import ToolCalls
 from queries.leases import ClaimedTask, Lease
 from tests.conftest import settings_for
-from tests.support.processes import eventually, free_port
+from tests.support.ports import free_port
+from tests.support.processes import eventually
 
 pytest.importorskip("mcp", reason="needs mcp: pip install -r requirements-agents.txt")
 
@@ -73,7 +74,12 @@ def lines(folder: Path, name: str) -> list[str]:
     return file.read_text().split() if file.exists() else []
 
 
-async def until(look: Callable[[], Any], seconds: float = 10) -> None:
+def let_go(folder: Path) -> None:
+    """Of the calls that wait at the server."""
+    (folder / "let_go").touch()
+
+
+async def until(look: Callable[[], Any], seconds: float = 30) -> None:
     deadline = time.monotonic() + seconds
     while not look():
         assert time.monotonic() < deadline, "not in time"
@@ -169,15 +175,14 @@ def test_a_call_that_is_cancelled_is_cancelled_at_the_server_and_others_go_on(
     tmp_path: Path, http_server: Callable[[], str], kind: str
 ) -> None:
     async def body(call: Call, calls: ToolCalls) -> None:
-        other = asyncio.ensure_future(call("wait", seconds=1.5))
-        waiting = asyncio.ensure_future(call("wait", seconds=60))
+        other = asyncio.ensure_future(call("wait", seconds=600))
+        waiting = asyncio.ensure_future(call("wait", seconds=600))
         await until(lambda: len(lines(tmp_path, "waiting")) == 2)
         waiting.cancel()
-        begun = time.monotonic()
         with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert time.monotonic() - begun < 5
+            await asyncio.wait_for(waiting, 60)
         await until(lambda: len(lines(tmp_path, "cancelled")) == 1)
+        let_go(tmp_path)
         assert await other == {"result": "waited"}
 
     place = by_command(tmp_path) if kind == "command" else {"url": http_server()}
@@ -206,7 +211,7 @@ def test_a_call_that_is_refused_harms_no_other_of_its_session(
     tmp_path: Path, http_server: Callable[[], str], kind: str, times: int
 ) -> None:
     async def body(call: Call, calls: ToolCalls) -> None:
-        waiting = asyncio.ensure_future(call("wait", seconds=1.5))
+        waiting = asyncio.ensure_future(call("wait", seconds=600))
         await until(lambda: lines(tmp_path, "waiting"))
         with pytest.raises(Failure, match="refused the call: not like this"):
             await call("refuse", code=INVALID_REQUEST)
@@ -214,6 +219,7 @@ def test_a_call_that_is_refused_harms_no_other_of_its_session(
         assert lines(tmp_path, "refused") == [str(INVALID_REQUEST)] * times
         assert await call("add", a=1, b=2) == {"result": 3}
         assert not waiting.done()
+        let_go(tmp_path)
         assert await waiting == {"result": "waited"}
         assert lines(tmp_path, "waiting") == ["once"]
         assert await call("add", a=2, b=2) == {"result": 4}
@@ -229,12 +235,13 @@ def test_a_session_that_was_replaced_ends_with_the_last_call_that_needs_it(
 ) -> None:
     async def body(call: Call, calls: ToolCalls) -> None:
         (session,) = calls._registry._servers._sessions.values()
-        waiting = asyncio.ensure_future(call("wait", seconds=1))
+        waiting = asyncio.ensure_future(call("wait", seconds=600))
         await until(lambda: lines(tmp_path, "waiting"))
         for _ in range(3):
             with pytest.raises(Failure):
                 await call("refuse", code=INVALID_REQUEST)
         await until(lambda: len(session._links) == 2)
+        let_go(tmp_path)
         await waiting
         await until(lambda: len(session._links) == 1)
 
@@ -290,7 +297,7 @@ AWAY: dict[str, tuple[dict[str, Any], str]] = {
     "a program that speaks another language": (
         {"command": [sys.executable, "-c", "print('hello'); input()"]}, "cannot be reached"),
     "a program that says nothing": (
-        {"command": [sys.executable, "-c", "import time; time.sleep(60)"]}, "not within 2 s"),
+        {"command": [sys.executable, "-c", "import time; time.sleep(600)"]}, "not within 2 s"),
     "nobody at the port": ({"url": "http://127.0.0.1:9/mcp"}, "cannot be reached"),
     "no such host": ({"url": "http://nowhere.invalid/mcp"}, "cannot be reached"),
 }  # fmt: skip
@@ -306,9 +313,8 @@ def test_a_server_that_is_away_is_a_failure_that_is_tried_again(
             assert [type(one) for one in both] == [Failure, Failure]
             assert says in str(both[0])
 
-    begun = time.monotonic()
-    with_calls(settings_of(place, start_timeout_seconds=2), body)
-    assert time.monotonic() - begun < 30
+    # Only silence is known by how long it lasts; the others are to be told from it at any speed.
+    with_calls(settings_of(place, start_timeout_seconds=2 if "2 s" in says else 60), body)
 
 
 def test_without_the_package_it_is_said_what_to_install(

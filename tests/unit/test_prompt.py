@@ -65,7 +65,7 @@ def run(
     runner.open()
     try:
         runner.start(task, "local")
-        finished: list[Finished] = eventually(runner.take_finished, 20)
+        finished: list[Finished] = eventually(runner.take_finished)
     finally:
         runner.close()
     return finished[0][1]

@@ -17,7 +17,8 @@ from scheduler import decide_route
 from tests.conftest import settings_for
 from tests.support import fake_ollama
 from tests.support.fake_ollama import Behaviour, FakeOllama
-from tests.support.processes import eventually, free_port
+from tests.support.ports import free_port
+from tests.support.processes import eventually
 
 SETTINGS = settings_for("postgresql://nobody@nowhere/none", ollama={"timeout_seconds": 0.5})
 TOKEN = "00000000-0000-4000-8000-000000000000"
@@ -40,7 +41,7 @@ def run(url: str, route: str = "local", timeout_seconds: float | None = None) ->
     runner.open()
     try:
         runner.start(task, route)
-        finished: list[Finished] = eventually(runner.take_finished, 20)
+        finished: list[Finished] = eventually(runner.take_finished)
     finally:
         runner.close()
     ((of_lease, outcome),) = finished
@@ -112,10 +113,10 @@ def test_a_loop_that_does_not_answer_is_left_behind_and_ends_when_it_does(
 
     def block() -> Any:
         blocked.set()
-        released.wait(60)
+        released.wait(600)
 
     runner._loop.call_soon_threadsafe(block)
-    assert blocked.wait(10)
+    assert blocked.wait(60)
     runner.close()
     assert "cannot be closed in order: TimeoutError" in caplog.text
     released.set()

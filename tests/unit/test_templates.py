@@ -224,12 +224,12 @@ def test_a_value_too_deep_to_be_written_is_an_error_and_not_a_crash() -> None:
     ids=lambda text: text[:14],
 )
 def test_a_megabyte_of_braces_is_read_in_no_time(text: str) -> None:
-    begun = time.monotonic()
+    begun = time.process_time()
     try:
         references(text)
     except TemplateError as refused:
         assert len(str(refused)) < 300  # noqa: PT017
-    assert time.monotonic() - begun < 10
+    assert time.process_time() - begun < 10
 
 
 def test_what_is_put_in_has_a_limit_however_often_it_is_asked_for() -> None:

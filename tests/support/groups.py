@@ -1,0 +1,54 @@
+"""Which tests stay together when several workers (pytest -n) run them: one after the other.
+
+A file is a group, because its tests share a database or an API, but for these:
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+# The longest groups, which begin first, by the beginnings of their tests' names.
+TOGETHER = {
+    # A clean clone, in which one thing at a time is installed and run.
+    "commands": ("tests/local/test_commands.py",),
+    # One browser and one stack for all of them.
+    "browser": ("tests/browser/",),
+    # Each of them makes a language model compute on all cores.
+    "model": (
+        "tests/local/test_model.py",
+        "tests/local/test_end_to_end.py",
+        "tests/local/test_openai_engine.py",
+    ),
+}
+# Long tests, each of which brings its own world with it: they go where there is room.
+APART = (
+    "tests/database/test_run_machine.py",
+    "tests/database/test_state_machine.py",
+    "tests/local/test_start.py",
+    "tests/process/",
+)
+# What tests of a file share even there.
+SHARED = {"shared_bench", "own_server"}
+
+
+def group_of(name: str, fixtures: Sequence[str]) -> str | None:
+    """The group of the test of that name with these fixtures; None: it goes by itself."""
+    for group, beginnings in TOGETHER.items():
+        if name.startswith(beginnings):
+            return group
+    if name.startswith(APART) and not SHARED & set(fixtures):
+        return None
+    return name.partition("::")[0]
+
+
+def place_of(group: str | None) -> int:
+    """Where it stands in line: what takes longest begins first, and what goes by itself last."""
+    if group is None:
+        return len(TOGETHER) + 1
+    return list(TOGETHER).index(group) if group in TOGETHER else len(TOGETHER)
+
+
+def workers() -> int:
+    """How many for this machine: tests wait more than they compute."""
+    return max(2, 2 * (os.cpu_count() or 1))
