@@ -61,6 +61,7 @@ class Answer:
     status: int = 200
     headers: tuple[tuple[str, str], ...] = ()
     body: bytes | Callable[[], Iterable[bytes]] = b""
+    after: threading.Event | None = None  # not before this
 
 
 class Receiver(ThreadingHTTPServer):
@@ -112,6 +113,8 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(length)
         headers = {name.lower(): value for name, value in self.headers.items()}
         answer = self.server.take(Received(self.command, self.path, headers, body))
+        if answer.after is not None:
+            answer.after.wait(60)
         try:
             self.send_response(answer.status)
             for name, value in answer.headers:
