@@ -1,4 +1,8 @@
-"""What people are shown of an agent job: its state at each checkpoint, newest first."""
+"""What people are shown of an agent job: its state at each checkpoint, newest first.
+
+The statements at the end are those of execution/agent/saver.py, which runs them over psycopg 3 in
+the transactions of LangGraph's saver.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ SELECT task_id, checkpoint_id, at, attempt, nodes, next_nodes, graph_version, st
        prompt_tokens, completion_tokens
 FROM job_states
 WHERE task_id = %(task_id)s
-  AND (%(before)s::text IS NULL OR checkpoint_id < %(before)s)
+  AND (%(before)s::text IS NULL OR checkpoint_id < %(before)s::text)
 ORDER BY checkpoint_id DESC
 LIMIT %(limit)s + 1
 """
@@ -54,3 +58,17 @@ WHERE t.task_id = %(task_id)s
 ON CONFLICT (task_id, checkpoint_id) DO UPDATE
 SET next_nodes = excluded.next_nodes, state = excluded.state
 """
+
+SET_TIMEOUTS = """
+SELECT set_config('lock_timeout', %(lock_ms)s, true),
+       set_config('statement_timeout', %(statement_ms)s, true),
+       set_config('idle_in_transaction_session_timeout', %(frozen_ms)s, true)
+"""
+# Between messages that no sync has followed yet Postgres takes a session for busy, however long
+# its process is frozen there. From version 17 on, it can limit this as well.
+SET_TRANSACTION_TIMEOUT = """
+SELECT set_config('transaction_timeout', %(transaction_ms)s, true)
+"""
+
+# Which of the steps that LangGraph's saver makes its tables by were made.
+READ_TABLES_VERSION = "SELECT max(v) AS version FROM checkpoint_migrations"

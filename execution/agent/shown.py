@@ -109,7 +109,7 @@ class _Copy:
         for key, member in members:
             if self._is_used_up():
                 break
-            name = str(key) if isinstance(key, str | int | float | AS_TEXT) else _type_name(key)
+            name = str(key) if isinstance(key, (str, int, float, *AS_TEXT)) else _type_name(key)
             copy[self._text(name)] = self.of(member, depth + 1)
         return copy
 

@@ -19,7 +19,19 @@ import pytest
 import db
 from config import ROOT
 from db import Connection, Row
-from queries import claims, events, leases, listings, operations, quotas, retention, runs, steps
+from queries import (
+    claims,
+    events,
+    jobs,
+    leases,
+    listings,
+    model_calls,
+    operations,
+    quotas,
+    retention,
+    runs,
+    steps,
+)
 from queries.leases import Outcome
 from states import Kind, Status
 from tests.conftest import administrator, fresh_database, settings_for
@@ -69,6 +81,14 @@ SAMPLES: dict[str, Any] = {
     **dict.fromkeys(("key_id", "path"), "x"),
     **dict.fromkeys(("secret_hash", "ticket_hash"), b"x"),
     "seconds": 1.0,
+    **dict.fromkeys(("tokens", "token_budget", "tokens_per_day", "call_id", "ordinal"), 7),
+    **dict.fromkeys(("prompt_tokens", "completion_tokens"), 7),
+    **dict.fromkeys(("node", "node_run", "checkpoint_id", "parent_id", "graph_version"), "x"),
+    "next_nodes": ["x"],
+    "state": "{}",
+    "cost": None,
+    **dict.fromkeys(("route", "model", "reply"), "x"),
+    **dict.fromkeys(("lock_ms", "statement_ms", "frozen_ms", "transaction_ms"), "1"),
 }
 
 
@@ -170,8 +190,26 @@ WHERE task_id <= 50000;
 INSERT INTO audit_log (root_id, run_id, task_id, step, tenant, to_status, reason, attempt)
 SELECT parent_id, parent_id, task_id, step, tenant, status, reason, 1 FROM tasks
 WHERE parent_id IS NOT NULL;
+INSERT INTO model_calls (
+    task_id, node, node_run, ordinal, reserved_tokens, ended_at, prompt_tokens, completion_tokens,
+    reply)
+SELECT job.task_id, 'coder', 'run-' || n / 10, n % 10, 100, current_instant(), 40, 2,
+       repeat('x', 500)
+FROM (SELECT max(task_id) AS task_id FROM tasks WHERE status = 'RUNNING'
+      UNION ALL SELECT generate_series(1, 40)) AS job
+CROSS JOIN generate_series(1, CASE WHEN job.task_id > 40 THEN 10000 ELSE 1000 END) AS n;
+INSERT INTO tenant_tokens (tenant, day, taken)
+SELECT 'tenant-' || n, date '2020-01-01' + day, 1
+FROM generate_series(1, 200) AS n CROSS JOIN generate_series(1, 100) AS day;
+INSERT INTO job_states (
+    task_id, checkpoint_id, attempt, nodes, next_nodes, graph_version, state, prompt_tokens,
+    completion_tokens)
+SELECT task_id, to_char(n, '0000'), 1, '{a}', '{b}', 'v1', '{"code": "x"}', 1, 1
+FROM (SELECT max(task_id) AS task_id FROM tasks WHERE status = 'RUNNING'
+      UNION ALL SELECT generate_series(1, 1000)) AS job CROSS JOIN generate_series(1, 30) AS n;
 """
 
+FILLED = "tasks", "step_edges", "model_calls", "tenant_tokens", "job_states"
 A_RUN = 1_020_000  # of forty alike: 400 steps have succeeded, each of 500 needs two others
 ENDED_RUNS = [2_001_000, 2_002_000]  # of forty alike, with 100 steps each
 
@@ -181,11 +219,12 @@ def full(request: pytest.FixtureRequest, server_url: str) -> Iterator[Connection
     """A full table, of which the planner knows all or nothing."""
     with fresh_database(server_url) as url:
         with administrator(url) as cursor:
-            cursor.execute("ALTER TABLE tasks SET (autovacuum_enabled = false)")
-            cursor.execute("ANALYZE tasks, audit_log, step_edges")
+            for table in FILLED:
+                cursor.execute(f"ALTER TABLE {table} SET (autovacuum_enabled = false)")
+            cursor.execute(f"ANALYZE {', '.join(FILLED)}, audit_log")
             cursor.execute(FILL)
             if request.param == "fresh":
-                cursor.execute("ANALYZE tasks, audit_log, step_edges")
+                cursor.execute(f"ANALYZE {', '.join(FILLED)}, audit_log")
         with contextlib.closing(db.connect(url, settings_for(url).database, "test")) as conn:
             yield conn
 
@@ -305,6 +344,38 @@ def of_runs() -> dict[str, Ask]:
     }
 
 
+def of_jobs(leased: Row) -> dict[str, Ask]:
+    """Of a job with 10,000 model calls: what it has spent is read from each of them."""
+    fence = {"task_id": leased["task_id"], "token": leased["token"]}
+    key = {"node": "coder", "node_run": "run-7", "ordinal": 3}
+    limits = {"tokens": 100, "token_budget": 10**9, "tokens_per_day": 10**9}
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "cost": None, "route": None, "model": None}
+    end = {**fence, **usage, "call_id": 77, "reply": "text"}
+    state = {
+        **fence,
+        "checkpoint_id": "9999",
+        "parent_id": " 0030",
+        "next_nodes": ["a"],
+        "graph_version": "v1",
+        "state": "{}",
+    }
+    new = {**fence, **limits, **key, "node_run": "another"}
+    unlimited = {**new, "token_budget": None, "tokens_per_day": 0}
+    shown = {"task_id": 500, "limit": 20, "before": None}
+    return {
+        "lock a job": (model_calls.LOCK_JOB, fence, 20, 0),
+        "a reply that is there": (model_calls.RESERVE_CALL, {**fence, **limits, **key}, 20, 0),
+        "reserve a call": (model_calls.RESERVE_CALL, new, 1200, 0),
+        "reserve without limits": (model_calls.RESERVE_CALL, unlimited, 40, 0),
+        "end a call": (model_calls.END_CALL, end, 80, 0),
+        "write a state": (jobs.INSERT_STATE, state, 40, 0),
+        "the newest state": (jobs.NEWEST_STATE, shown, 20, 0),
+        # A job has few states: Postgres may read them all and sort them.
+        "the states": (jobs.LIST_STATES, shown, 40, 30),
+        "older states": (jobs.LIST_STATES, {**shown, "before": " 0015"}, 40, 30),
+    }
+
+
 def of_retention() -> dict[str, Ask]:
     """Such a statement may read a page and, with stale statistics, sort it: here 1,000 rows."""
     tasks = {"after": 20_000, "last_id": 21_000, "cutoff": "2100-01-01", "batch_rows": 200}
@@ -323,8 +394,10 @@ def hot(conn: Connection) -> dict[str, Ask]:
         SELECT task_id, lease_token AS token FROM tasks
         WHERE status = 'RUNNING' ORDER BY task_id DESC LIMIT 8
     """
+    running = sql(conn, leased)
     return {
-        **of_workers(sql(conn, leased)),
+        **of_workers(running),
+        **of_jobs(running[0]),
         **of_the_api(events.here(conn, 4711)),
         **of_runs(),
         **of_retention(),
@@ -385,6 +458,9 @@ NOT_HOT = {
     "FORGET_TICKETS": "ten rows; there are as many as streams were opened within a minute",
     "FIND_TICKET": "two rows by their keys",
     "FORGET_WORKERS": "there are as many rows as workers",
+    "SET_TIMEOUTS": "touches no table",
+    "SET_TRANSACTION_TIMEOUT": "touches no table",
+    "READ_TABLES_VERSION": "ten rows, once per process",
     "REPORT_WORKER": "there are as many rows as workers",
 }
 
