@@ -26,7 +26,6 @@ router = APIRouter(
 )
 
 CHECKPOINT_ID = re.compile(r"[A-Za-z0-9-]{1,64}")
-LONGEST_TEXT = 40  # of a value in a summary, in characters
 MOST_CHANGES_TOLD = 6
 
 
@@ -54,9 +53,7 @@ def get_checkpoints(
 ) -> CheckpointList:
     """Where an agent job stood after each of its nodes, newest first; of other tasks, nothing."""
     task = services.database.run(find_task, tenant, task_id)
-    rows = services.database.run(
-        list_states, task["task_id"], limit=limit, before=cursor, longest_text=LONGEST_TEXT
-    )
+    rows = services.database.run(list_states, task["task_id"], limit=limit, before=cursor)
     older = [*(row["channels"] for row in rows[1:]), {}]
     shown = [checkpoint_view(*pair) for pair in zip(rows, older, strict=False)][:limit]
     has_more = len(rows) > limit

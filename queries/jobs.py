@@ -1,4 +1,8 @@
-"""What people are shown of an agent job: its state at each checkpoint, newest first."""
+"""What people are shown of an agent job: its state at each checkpoint, newest first.
+
+The statements at the end are those of execution/agent/saver.py, which runs them over psycopg 3 in
+the transactions of LangGraph's saver.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ SELECT checkpoint_id, at, attempt, nodes, next_nodes, prompt_tokens, completion_
             'digest', hashtextextended(value::text, 0),
             'text', CASE
                 WHEN jsonb_typeof(value) IN ('array', 'object') THEN NULL
-                WHEN char_length(value #>> '{}') <= %(longest_text)s THEN value #>> '{}' END,
+                WHEN char_length(value #>> '{}') <= 40 THEN value #>> '{}' END,
             'size', CASE jsonb_typeof(value)
                 WHEN 'array' THEN jsonb_array_length(value)
                 WHEN 'object' THEN (SELECT count(*) FROM jsonb_object_keys(value))
@@ -43,17 +47,14 @@ LIMIT %(limit)s + 1
 """
 
 
-def list_states(
-    conn: Connection, task_id: int, *, limit: int, before: str | None, longest_text: int
-) -> list[Row]:
+def list_states(conn: Connection, task_id: int, *, limit: int, before: str | None) -> list[Row]:
     """The job's states, newest first, older than checkpoint `before`; one more than `limit` rows
     tell that there are more.
 
-    Of each of its channels there is the type, a digest, the text if that is not longer than
-    `longest_text` characters, and the size: in characters, items or members.
+    Of each of its channels there is the type, a digest, the text if that is short, and the size:
+    in characters, items or members.
     """
-    values = {"task_id": task_id, "limit": limit, "before": before, "longest_text": longest_text}
-    return fetch(conn, LIST_STATES, values)
+    return fetch(conn, LIST_STATES, {"task_id": task_id, "limit": limit, "before": before})
 
 
 # Written in the transaction of the checkpoint, by the one who holds the task's row. What ran
@@ -73,3 +74,17 @@ WHERE t.task_id = %(task_id)s
 ON CONFLICT (task_id, checkpoint_id) DO UPDATE
 SET next_nodes = excluded.next_nodes, state = excluded.state
 """
+
+SET_TIMEOUTS = """
+SELECT set_config('lock_timeout', %(lock_ms)s, true),
+       set_config('statement_timeout', %(statement_ms)s, true),
+       set_config('idle_in_transaction_session_timeout', %(frozen_ms)s, true)
+"""
+# Between messages that no sync has followed yet Postgres takes a session for busy, however long
+# its process is frozen there. From version 17 on, it can limit this as well.
+SET_TRANSACTION_TIMEOUT = """
+SELECT set_config('transaction_timeout', %(transaction_ms)s, true)
+"""
+
+# Which of the steps that LangGraph's saver makes its tables by were made.
+READ_TABLES_VERSION = "SELECT max(v) AS version FROM checkpoint_migrations"

@@ -32,7 +32,12 @@ from config import DatabaseSettings, Settings
 from connection import FROZEN_SECONDS, TOO_LARGE_CLASS
 from errors import DatabaseUnavailable, LeaseLost, SchemaOutdated
 from execution.agent.shown import MOST_BYTES, shown
-from queries.jobs import INSERT_STATE
+from queries.jobs import (
+    INSERT_STATE,
+    READ_TABLES_VERSION,
+    SET_TIMEOUTS,
+    SET_TRANSACTION_TIMEOUT,
+)
 from queries.leases import ClaimedTask
 from queries.model_calls import LOCK_JOB
 
@@ -94,6 +99,7 @@ def open_pool(settings: Settings) -> CheckpointPool:
         reconnect_timeout=database.pool_wait_seconds / 2,
         check=ConnectionPool.check_connection,
         open=True,
+        name="checkpoints",
         kwargs={
             "autocommit": True,
             "row_factory": dict_row,
@@ -130,11 +136,7 @@ def _unavailable_in_plain_words() -> Iterator[None]:
         raise DatabaseUnavailable(f"the database cannot be used now: {reason}") from failed
 
 
-SET_TIMEOUTS = """
-SELECT set_config('lock_timeout', %(lock_ms)s, true),
-       set_config('statement_timeout', %(statement_ms)s, true),
-       set_config('idle_in_transaction_session_timeout', %(frozen_ms)s, true)
-"""
+HAS_TRANSACTION_TIMEOUT = 170_000
 
 
 class FencedSaver(PostgresSaver):
@@ -152,7 +154,8 @@ class FencedSaver(PostgresSaver):
     ) -> None:
         super().__init__(pool)  # type: ignore[arg-type]  # a pool of a subclass
         self._pool = pool
-        self._task = task
+        self._task_id = task.task_id
+        self._fence = {"task_id": task.task_id, "token": task.lease.token}
         self._graph_version = graph_version
         self._max_state_bytes = max_state_bytes
         self._in_this_thread = threading.local()  # LangGraph writes from several
@@ -177,7 +180,7 @@ class FencedSaver(PostgresSaver):
     def _state(self, config: RunnableConfig, checkpoint: Checkpoint) -> dict[str, Any]:
         values = checkpoint["channel_values"]
         return {
-            "task_id": self._task.task_id,
+            "task_id": self._task_id,
             "checkpoint_id": checkpoint["id"],
             "parent_id": config["configurable"].get("checkpoint_id"),
             "next_nodes": next_nodes(values),
@@ -203,12 +206,15 @@ class FencedSaver(PostgresSaver):
             conn.cursor(binary=True, row_factory=dict_row) as cursor,
         ):
             cursor.execute(SET_TIMEOUTS, _timeouts(conn.settings))
+            if conn.info.server_version >= HAS_TRANSACTION_TIMEOUT:
+                cursor.execute(SET_TRANSACTION_TIMEOUT, _timeouts(conn.settings))
             _require_tables(self._pool, cursor)
             if not pipeline:
                 yield cursor
                 return
-            fence = {"task_id": self._task.task_id, "token": self._task.lease.token}
-            if cursor.execute(LOCK_JOB, fence).fetchone() is None:
+            cursor.execute(LOCK_JOB, self._fence)
+            messages.sync()  # from now on Postgres sees that it waits for us, and limits it
+            if cursor.fetchone() is None:
                 raise LeaseLost
             yield cursor
             if (state := getattr(self._in_this_thread, "state", None)) is not None:
@@ -222,6 +228,7 @@ def _timeouts(settings: DatabaseSettings) -> dict[str, str]:
         "lock_ms": str(int(settings.lock_timeout_seconds * 1000)),
         "statement_ms": str(int(settings.reply_timeout_seconds * 900)),
         "frozen_ms": str(FROZEN_SECONDS * 1000),
+        "transaction_ms": str(int(settings.reply_timeout_seconds * 1000)),
     }
 
 
@@ -233,7 +240,7 @@ def _require_tables(pool: CheckpointPool, cursor: Cursor[DictRow]) -> None:
     """SchemaOutdated if LangGraph's tables are not those that its installed package writes to."""
     if pool in _looked_at:
         return
-    row = cursor.execute("SELECT max(v) AS version FROM checkpoint_migrations").fetchone()
+    row = cursor.execute(READ_TABLES_VERSION).fetchone()
     found, wanted = row and row["version"], len(PostgresSaver.MIGRATIONS) - 1
     if found != wanted:
         raise SchemaOutdated(

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import pytest
 
 import db
+from config import Settings
 from db import Connection
 from tests.conftest import administrator, fresh_database, settings_for
 from tests.support.stage import GATE, Stage
+
+if TYPE_CHECKING:
+    from execution.agent.saver import CheckpointPool
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +74,14 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 def stage(gate: None, connect: Callable[[], Connection], threads: ThreadPoolExecutor) -> Stage:
     """Where sessions meet on the rows of this module's database."""
     return Stage(connect, threads)
+
+
+@pytest.fixture
+def pool(settings: Settings) -> Iterator[CheckpointPool]:
+    """For the savers of jobs; no checkpoint is there before."""
+    from execution.agent.saver import open_pool
+
+    with administrator(settings.database_url) as cursor:
+        cursor.execute("TRUNCATE checkpoints, checkpoint_blobs, checkpoint_writes, job_states")
+    with open_pool(settings) as opened:
+        yield opened

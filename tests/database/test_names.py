@@ -141,9 +141,20 @@ def test_a_key_with_another_body_is_told_before_the_name(conn: Connection) -> No
         db.submit_task(conn, job(key="k", digest=b"other"))
 
 
+SLOWLY = """
+CREATE FUNCTION slowly() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    PERFORM pg_sleep(0.002);
+    RETURN NEW;
+END $$;
+CREATE TRIGGER slowly BEFORE INSERT ON tasks FOR EACH ROW EXECUTE FUNCTION slowly()
+"""
+
+
 def test_batches_that_take_the_same_names_in_any_order_do_not_break_each_other(
     own_connect: Connect,
 ) -> None:
+    rows.sql(own_connect(), SLOWLY)  # so that they meet in the middle
     connections = [own_connect() for _ in range(12)]
     for turn in range(5):
         names = [f"n{turn}-{number}" for number in range(20)]

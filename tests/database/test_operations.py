@@ -18,7 +18,7 @@ from queries import leases, operations
 from queries.leases import ClaimedTask, Outcome
 from queries.operations import cancel_task, requeue_task, submit_batch
 from tests.conftest import fresh_database
-from tests.support import rows, runs
+from tests.support import jobs, rows, runs
 from tests.support.processes import eventually
 
 Connect = Callable[[], Connection]
@@ -307,6 +307,39 @@ def test_of_two_requeues_at_once_one_gives_a_new_life_and_the_other_hears_of_it(
         eventually(lambda: someone_waits_for_a_lock(witness))
     assert isinstance(late.result(), StateConflict)
     assert story(witness, task_id).count("requeued") == 1
+
+
+# --- decide ----------------------------------------------------------------------------------
+
+
+def test_a_decision_holds_only_for_what_the_job_asks_when_it_is_written(
+    conn: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task_id, seen = jobs.parked(conn, "default", {"code": "first"})
+    stale = operations.find_task(conn, "default", str(task_id))
+    operations.approve_task(conn, "default", str(task_id), False, None)
+    jobs.park(conn, task_id, {"code": "second"})
+    looks = iter([stale])  # as one who looked before the job went on and asked again
+    look = operations.find_task
+    monkeypatch.setattr(operations, "find_task", lambda *asked: next(looks, None) or look(*asked))
+    with pytest.raises(StateConflict, match="has changed since"):
+        operations.approve_task(conn, "default", str(task_id), True, None, seen)
+    after = row(conn, task_id)
+    assert (after["status"], "decision" in after["gate"]) == ("AWAITING_APPROVAL", False)
+
+
+def test_a_decision_that_meets_another_waits_for_it_and_is_then_too_late(connect: Connect) -> None:
+    first, second, witness = connect(), connect(), connect()
+    task_id, artefact = jobs.parked(first, "default", {"code": "x"})
+    values = {"task_id": task_id, "approved": True, "feedback": "yes", "artefact": artefact}
+    with holding(first, operations.DECIDE_JOB, values):
+        late = Meanwhile(
+            operations.approve_task, second, "default", str(task_id), False, "no", artefact
+        )
+        eventually(lambda: someone_waits_for_a_lock(witness))
+    assert isinstance(late.result(), StateConflict)
+    assert row(witness, task_id)["gate"]["decision"] == {"approved": True, "feedback": "yes"}
+    assert story(witness, task_id) == ["created", "claimed", "parked", "approved"]
 
 
 # --- batch -----------------------------------------------------------------------------------

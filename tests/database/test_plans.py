@@ -25,6 +25,7 @@ from queries import (
     jobs,
     leases,
     listings,
+    model_calls,
     operations,
     quotas,
     retention,
@@ -70,7 +71,6 @@ SAMPLES: dict[str, Any] = {
     "approved": True,
     "payload": "{}",
     **dict.fromkeys(("limit", "most", "slots", "sweep_limit", "depth_limit", "most_bytes"), 4),
-    "longest_text": 40,
     **dict.fromkeys(("max_retry", "max_delivery", "max_delay_seconds"), 3),
     **dict.fromkeys(("lease_seconds", "spread_seconds", "present_seconds", "delay_seconds"), 1.0),
     **dict.fromkeys(("tenant", "name", "worker", "after_tenant", "scope", "key", "prompt"), "x"),
@@ -82,6 +82,14 @@ SAMPLES: dict[str, Any] = {
     **dict.fromkeys(("secret_hash", "ticket_hash"), b"x"),
     "secret": b"x",
     "seconds": 1.0,
+    **dict.fromkeys(("tokens", "token_budget", "tokens_per_day", "call_id", "ordinal"), 7),
+    **dict.fromkeys(("prompt_tokens", "completion_tokens"), 7),
+    **dict.fromkeys(("node", "node_run", "checkpoint_id", "parent_id", "graph_version"), "x"),
+    "next_nodes": ["x"],
+    "state": "{}",
+    "cost": None,
+    **dict.fromkeys(("route", "model", "reply"), "x"),
+    **dict.fromkeys(("lock_ms", "statement_ms", "frozen_ms", "transaction_ms"), "1"),
 }
 
 
@@ -196,9 +204,27 @@ WHERE task_id <= 50000;
 INSERT INTO audit_log (root_id, run_id, task_id, step, tenant, to_status, reason, attempt)
 SELECT parent_id, parent_id, task_id, step, tenant, status, reason, 1 FROM tasks
 WHERE parent_id IS NOT NULL;
+INSERT INTO model_calls (
+    task_id, node, node_run, ordinal, reserved_tokens, ended_at, prompt_tokens, completion_tokens,
+    reply)
+SELECT job.task_id, 'coder', 'run-' || n / 10, n % 10, 100, current_instant(), 40, 2,
+       repeat('x', 500)
+FROM (SELECT max(task_id) AS task_id FROM tasks WHERE status = 'RUNNING'
+      UNION ALL SELECT generate_series(1, 40)) AS job
+CROSS JOIN generate_series(1, CASE WHEN job.task_id > 40 THEN 10000 ELSE 1000 END) AS n;
+INSERT INTO tenant_tokens (tenant, day, taken)
+SELECT 'tenant-' || n, date '2020-01-01' + day, 1
+FROM generate_series(1, 200) AS n CROSS JOIN generate_series(1, 100) AS day;
+INSERT INTO job_states (
+    task_id, checkpoint_id, attempt, nodes, next_nodes, graph_version, state, prompt_tokens,
+    completion_tokens)
+SELECT task_id, to_char(n, '0000'), 1, '{a}', '{b}', 'v1', '{"code": "x"}', 1, 1
+FROM (SELECT max(task_id) AS task_id FROM tasks WHERE status = 'RUNNING'
+      UNION ALL SELECT generate_series(1, 1000)) AS job CROSS JOIN generate_series(1, 30) AS n;
 """
 
 A_JOB = 3_000_500  # of a thousand alike: with 50 checkpoints, and it waits for a person
+FILLED = "tasks", "step_edges", "model_calls", "tenant_tokens", "job_states"
 A_RUN = 1_020_000  # of forty alike: 400 steps have succeeded, each of 500 needs two others
 ENDED_RUNS = [2_001_000, 2_002_000]  # of forty alike, with 100 steps each
 
@@ -208,11 +234,12 @@ def full(request: pytest.FixtureRequest, server_url: str) -> Iterator[Connection
     """A full table, of which the planner knows all or nothing."""
     with fresh_database(server_url) as url:
         with administrator(url) as cursor:
-            cursor.execute("ALTER TABLE tasks SET (autovacuum_enabled = false)")
-            cursor.execute("ANALYZE tasks, audit_log, step_edges, job_states")
+            for table in FILLED:
+                cursor.execute(f"ALTER TABLE {table} SET (autovacuum_enabled = false)")
+            cursor.execute(f"ANALYZE {', '.join(FILLED)}, audit_log")
             cursor.execute(FILL)
             if request.param == "fresh":
-                cursor.execute("ANALYZE tasks, audit_log, step_edges, job_states")
+                cursor.execute(f"ANALYZE {', '.join(FILLED)}, audit_log")
         with contextlib.closing(db.connect(url, settings_for(url).database, "test")) as conn:
             yield conn
 
@@ -284,7 +311,7 @@ def of_the_api(here: events.Position) -> dict[str, Ask]:
     old = {**now, "before": A_SNAPSHOT, "now": A_SNAPSHOT}
     submit = {"tasks": json.dumps(SUBMIT)}
     decide = {"task_id": 60_000, "approved": True, "feedback": None, "artefact": "x"}
-    job = {"number": A_JOB, "name": None, "task_id": A_JOB, "limit": 20, "longest_text": 40}
+    job = {"number": A_JOB, "name": None, "task_id": A_JOB, "limit": 20}
     return {
         "submit 20": (db.SUBMIT_TASKS, submit, 1000, 20),
         "the tasks of 20 keys": (db.FIRST_OF_KEYS, submit, 160, 20),
@@ -336,6 +363,38 @@ def of_runs() -> dict[str, Ask]:
     }
 
 
+def of_jobs(leased: Row) -> dict[str, Ask]:
+    """Of a job with 10,000 model calls: what it has spent is read from each of them."""
+    fence = {"task_id": leased["task_id"], "token": leased["token"]}
+    key = {"node": "coder", "node_run": "run-7", "ordinal": 3}
+    limits = {"tokens": 100, "token_budget": 10**9, "tokens_per_day": 10**9}
+    usage = {"prompt_tokens": 1, "completion_tokens": 1, "cost": None, "route": None, "model": None}
+    end = {**fence, **usage, "call_id": 77, "reply": "text"}
+    state = {
+        **fence,
+        "checkpoint_id": "9999",
+        "parent_id": " 0030",
+        "next_nodes": ["a"],
+        "graph_version": "v1",
+        "state": "{}",
+    }
+    new = {**fence, **limits, **key, "node_run": "another"}
+    unlimited = {**new, "token_budget": None, "tokens_per_day": 0}
+    shown = {"task_id": 500, "limit": 20, "before": None}
+    return {
+        "lock a job": (model_calls.LOCK_JOB, fence, 20, 0),
+        "a reply that is there": (model_calls.RESERVE_CALL, {**fence, **limits, **key}, 20, 0),
+        "reserve a call": (model_calls.RESERVE_CALL, new, 1200, 0),
+        "reserve without limits": (model_calls.RESERVE_CALL, unlimited, 40, 0),
+        "end a call": (model_calls.END_CALL, end, 80, 0),
+        "write a state": (jobs.INSERT_STATE, state, 40, 0),
+        "the newest state": (jobs.NEWEST_STATE, shown, 20, 0),
+        # A job has few states: Postgres may read them all and sort them.
+        "the states": (jobs.LIST_STATES, shown, 40, 30),
+        "older states": (jobs.LIST_STATES, {**shown, "before": " 0015"}, 40, 30),
+    }
+
+
 def of_retention() -> dict[str, Ask]:
     """Such a statement may read a page and, with stale statistics, sort it: here 1,000 rows."""
     tasks = {"after": 20_000, "last_id": 21_000, "cutoff": "2100-01-01", "batch_rows": 200}
@@ -354,8 +413,10 @@ def hot(conn: Connection) -> dict[str, Ask]:
         SELECT task_id, lease_token AS token FROM tasks
         WHERE status = 'RUNNING' ORDER BY task_id DESC LIMIT 8
     """
+    running = sql(conn, leased)
     return {
-        **of_workers(sql(conn, leased)),
+        **of_workers(running),
+        **of_jobs(running[0]),
         **of_the_api(events.here(conn, 4711)),
         **of_runs(),
         **of_retention(),
@@ -418,6 +479,9 @@ NOT_HOT = {
     "READ_SENDER": "one row by its key, and whether there is any",
     "STORE_SENDER": "one row by its key",
     "FORGET_WORKERS": "there are as many rows as workers",
+    "SET_TIMEOUTS": "touches no table",
+    "SET_TRANSACTION_TIMEOUT": "touches no table",
+    "READ_TABLES_VERSION": "ten rows, once per process",
     "REPORT_WORKER": "there are as many rows as workers",
 }
 

@@ -33,12 +33,14 @@ def run_id(conn: Connection) -> int:
         new_step("text", kind="prompt", payload=told, requested_route="auto"),
         new_step("json", kind="prompt", payload={**told, "format": {}}, requested_route="auto"),
         new_step("approval.x"),
+        new_step("agent_call.x", kind="agent", payload={"task": "t"}, requested_route="auto"),
         new_step("waits"),
     ]
     run_id = runs.submit_run(conn, NewRun("default", "outputs", sent)).task_id
     finish(conn, run_id, "tool", result=TOOL)
     finish(conn, run_id, "text", result={"text": "said"})
     finish(conn, run_id, "json", result={"text": '{"a": [0]}', "json": {"a": [0]}})
+    finish(conn, run_id, "agent_call.x", result={"code": "x", "text": [1], "json": None})
     gate = number(conn, run_id, "approval.x")
     operations.approve_task(conn, "default", str(gate), True, "fine")
     return run_id
@@ -55,6 +57,9 @@ FOUND: list[tuple[Reference, Any]] = [
     (Reference("text"), "said"),
     (Reference("json"), {"a": [0]}),
     (Reference("json", ("a", "0")), 0),
+    (Reference("agent_call.x"), {"code": "x", "text": [1], "json": None}),
+    (Reference("agent_call.x", ("text", "0")), 1),
+    (Reference("agent_call.x", ("code",)), "x"),
     (Reference("approval.x"), {"approved": True, "feedback": "fine"}),
     (Reference("approval.x", ("feedback",)), "fine"),
 ]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from db import Connection
-from tests.support import rows
+from tests.support import jobs, rows
 from tests.support.client import Client, refused
 from tests.support.run_client import RunClient
 
@@ -168,6 +168,37 @@ def test_any_graph_is_taken_and_shown_parents_first(runs: RunClient, body: Any) 
     for step in shown.values():
         assert all(shown[name]["task_id"] < step["task_id"] for name in step["dependsOn"])
         assert step["status"] == ("BLOCKED" if step["dependsOn"] else "PENDING")
+
+
+decisions = values | st.fixed_dictionaries(
+    {},
+    optional={
+        "approved": st.booleans() | values,
+        "feedback": text | values,
+        "artefact": st.just("the right one") | text | values,
+        "unknown": st.nothing() | values,
+    },
+)
+
+
+@hypothesis.settings(max_examples=150, **SETTINGS)
+@hypothesis.given(body=decisions)
+def test_any_json_decides_a_job_that_waits_or_is_refused_and_it_still_waits(
+    runs: RunClient, conn: Connection, body: Any
+) -> None:
+    task_id, artefact = jobs.parked(conn, runs.tenant, {"code": "x"})
+    if isinstance(body, dict) and body.get("artefact") == "the right one":
+        body = {**body, "artefact": artefact}
+    headers = {"Content-Type": "application/json"}
+    answer = runs.approve(task_id, content=json.dumps(body).encode(), headers=headers)
+    row = rows.row(conn, task_id)
+    if answer.status_code == 200:
+        said = body or {}
+        decision = {"approved": said.get("approved", True), "feedback": said.get("feedback")}
+        assert (row["status"], row["gate"]["decision"]) == ("PENDING", decision)
+    else:
+        refused(answer, 400, 409, 422)
+        assert (row["status"], "decision" in row["gate"]) == ("AWAITING_APPROVAL", False)
 
 
 @hypothesis.settings(max_examples=200, **SETTINGS)

@@ -69,6 +69,25 @@ def test_order_space_spelling_and_defaults_do_not_make_it_another_body(
     assert_replay(client.post_raw(body, **JSON, **{"Idempotency-Key": "k"}), task_id)
 
 
+OLD_BODY = {
+    "prompt": "once", "priority": 3, "delay_seconds": 0.0, "max_retry": None,
+    "timeout_seconds": None, "route": "auto", "metadata": {"b": 1, "a": [2]},
+}  # fmt: skip
+
+
+def test_a_key_of_before_there_were_callbacks_still_finds_its_task(
+    client: Client, conn: Connection
+) -> None:
+    old = {"idempotency_key": "k", "request_hash": db.canonical_hash(OLD_BODY)}
+    task_id = rows.submit(conn, tenant=client.tenant, idempotency_scope="tasks", **old)
+    assert_replay(client.post(BODY, key="k"), task_id)
+    old = {"idempotency_key": "k", "request_hash": db.canonical_hash({"tasks": [OLD_BODY]})}
+    task_id = rows.submit(conn, tenant=client.tenant, idempotency_scope="batch", **old)
+    headers = {"X-Tenant-Id": client.tenant, "Idempotency-Key": "k"}
+    again = client.http.post("/tasks/batch", json={"tasks": [BODY]}, headers=headers)
+    assert (again.status_code, again.json()["tasks"][0]["task_id"]) == (200, task_id)
+
+
 OTHER: list[dict[str, Any]] = [
     {"prompt": "twice"}, {"prompt": "once "}, {"priority": 4}, {"delay_seconds": 1},
     {"max_retry": 3}, {"timeout_seconds": 60}, {"route": "local"}, {"metadata": None},

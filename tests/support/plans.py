@@ -12,7 +12,7 @@ import db
 from db import Connection
 
 # Tables that grow with the work; next month's partition of the audit log is empty.
-GROWS = ("tasks", "audit_log")
+GROWS = ("tasks", "audit_log", "model_calls", "tenant_tokens", "job_states")
 
 
 @dataclass(frozen=True)
