@@ -26,7 +26,6 @@ LONGEST_FLOAT = 24  # characters
 CUT = "…"
 
 AS_TEXT = (date, time, timedelta, Decimal, UUID, PurePath)  # a datetime is a date
-KEYS = (str, int, float, *AS_TEXT)
 
 
 def shown(values: Mapping[str, Any], max_bytes: int = MOST_BYTES) -> dict[str, Any]:
@@ -110,7 +109,7 @@ class _Copy:
         for key, member in members:
             if self._is_used_up():
                 break
-            name = str(key) if isinstance(key, KEYS) else _type_name(key)
+            name = str(key) if isinstance(key, (str, int, float, *AS_TEXT)) else _type_name(key)
             copy[self._text(name)] = self.of(member, depth + 1)
         return copy
 

@@ -288,7 +288,7 @@ def test_prompts_schemas_and_answers_are_read_off_the_runner_s_loop(
 
         monkeypatch.setattr(prompt_module, name, call)
 
-    for name in ("fill", "reader", "storable"):
+    for name in ("filled_text", "reader", "storable"):
         noted(name)
     fake.on("Hi", answer('{"name": "Ada"}'))
     outputs = {Reference("a"): "Hi"}
