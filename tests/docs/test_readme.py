@@ -28,7 +28,8 @@ from pydantic import SecretStr
 from config import Settings, load_config
 from tests.conftest import fresh_database
 from tests.support.fake_ollama import FakeOllama, answer
-from tests.support.processes import Processes
+from tests.support.processes import Processes, eventually
+from tests.support.team_model import TeamModel
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -77,7 +78,8 @@ def plain(cell: str) -> str:
 
 ALL_CURLS = [command for command in fenced_commands(README) if command.startswith("curl ")]
 RUN_CURLS = [command for command in ALL_CURLS if "/runs" in command]
-FENCED_CURLS = [command for command in ALL_CURLS if command not in RUN_CURLS]
+JOB_CURLS = [command for command in ALL_CURLS if '"t1"' in command or "/tasks/t1" in command]
+FENCED_CURLS = [command for command in ALL_CURLS if command not in RUN_CURLS + JOB_CURLS]
 INLINE_CURLS = [span for span in code_spans(README) if span.startswith("curl ")]
 
 
@@ -206,6 +208,28 @@ def test_the_run_of_the_readme_succeeds(server_url: str, tmp_path: Path) -> None
         assert len(fake.calls_for("SKIP LOCKED")) == 1  # a fact of the data set
 
 
+def test_the_job_of_the_readme_is_sent_back_by_a_person_and_done_again(
+    server_url: str, tmp_path: Path
+) -> None:
+    submit, look, reject = JOB_CURLS
+    with (
+        fresh_database(server_url) as url,
+        FakeOllama() as fake,
+        Processes(url, fake.url, tmp_path) as processes,
+    ):
+        fake.script = team = TeamModel()
+        api = processes.api()
+        processes.worker()
+        shell = Shell(api.url)
+        assert shell.run(submit) == (201, {"task_id": "t1", "status": "PENDING"})
+        eventually(lambda: shell.run(look)[1]["status"] == "AWAITING_APPROVAL")
+        _, job = shell.run(look)
+        assert job["state"]["code"] == job["state"]["approval"]["asks"]["code"]
+        assert shell.run(reject) == (200, {"task_id": "t1", "status": "PENDING"})
+        eventually(lambda: team.counts["coder"] == 2)
+        assert "Up to 30, please." in team.prompts("coder", "fizzbuzz")[1]
+
+
 # --- configuration ---------------------------------------------------------------------------
 
 SETTINGS_TABLE = table(README, "setting", "default", "meaning")
@@ -218,6 +242,7 @@ PROOF = {
     "DATABASE_LISTEN_URL": ("postgresql://me@direct/mine", "database_listen_url"),
     "OLLAMA_URL": ("http://models:1", "ollama.url"),
     "OLLAMA_API_KEY": ("k3y", "ollama_api_key"),
+    "POOL_SIZE": ("9", "agents.pool_size"),
 }
 
 
@@ -274,7 +299,7 @@ def test_a_variable_in_the_readme_is_read(name: str, place: str, tmp_path: Path)
         (tmp_path / ".env").write_text(f"{name}={value}\n")
     settings = load_config(config, {name: value} if place == "environment" else {})
     found = setting(settings, into)
-    assert value in (found.get_secret_value() if isinstance(found, SecretStr) else found)
+    assert value in str(found.get_secret_value() if isinstance(found, SecretStr) else found)
 
 
 def test_another_settings_file_is_read_when_the_environment_names_it(tmp_path: Path) -> None:
