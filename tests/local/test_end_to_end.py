@@ -107,3 +107,44 @@ def test_a_prompt_comes_back_as_an_answer_with_its_price_and_its_story(
     assert [step["to"] for step in shown] == ["PENDING", "RUNNING", "SUCCEEDED"]
     metrics = house.api.http.get("/metrics").json()
     assert Decimal(metrics["cost_by_route"][route]) == spent + Decimal(task["cost"])
+
+
+def test_the_team_takes_a_job_from_the_supervisor_to_a_persons_approval_and_a_verdict(
+    house: House,
+) -> None:
+    """What a model so small says is its own affair; that each role is asked and heard is ours."""
+    job = {
+        "task": "Write a Python function that doubles a number.",
+        "require_approval": True,
+        "max_revisions": 0,
+    }
+    task_id = house.submit("team", job)
+    eventually(
+        lambda: house.api.task(task_id)["status"] == "AWAITING_APPROVAL",
+        seconds=240,
+        what="the coder has written",
+    )
+    asked = house.api.task(task_id)["state"]["approval"]
+    assert asked["asks"]["code"].strip()
+    decision = {"approved": True, "artefact": asked["artefact"]}
+    assert house.api.http.post(f"/tasks/{task_id}/approve", json=decision).status_code == 200
+    eventually(
+        lambda: house.api.task(task_id)["status"] == "SUCCEEDED",
+        seconds=120,
+        what="the reviewer has judged",
+    )
+
+    task = house.api.task(task_id)
+    assert task["result"]["code"] == asked["asks"]["code"]
+    assert task["result"]["verdict"] in ("approved", "rejected")
+    assert house.queue.story(task_id) == [
+        "created", "claimed", "parked", "approved", "claimed", "succeeded",
+    ]  # fmt: skip
+    assert (task["delivery_count"], task["retry_count"], task["attempt"]) == (1, 0, 2)
+    pages = house.api.http.get(f"/tasks/{task_id}/checkpoints").json()["checkpoints"]
+    ran = [node for page in reversed(pages) for node in page["nodes"]]
+    assert ran in (
+        ["supervisor", "researcher", "coder", "approval", "reviewer"],
+        ["supervisor", "coder", "approval", "reviewer"],
+    )
+    assert Decimal(task["cost"]) == task["completion_tokens"] * RATES[task["route"]] > 0
