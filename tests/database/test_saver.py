@@ -15,6 +15,7 @@ from langgraph.types import Command, Send, interrupt
 
 from db import Connection, Row
 from errors import LeaseLost
+from execution.agent import saver as saver_module
 from execution.agent.saver import CheckpointPool, FencedSaver, next_nodes, open_pool
 from queries.jobs import newest_state
 from queries.leases import ClaimedTask
@@ -311,6 +312,25 @@ def test_the_writes_of_nodes_that_end_at_once_are_all_saved(
     result = run(graph, FencedSaver(pool, task, "v1"), task)
     assert sorted(result["notes"]) == sorted(f"n{n}" for n in range(4))
     assert [len(row["nodes"]) for row in states(conn)] == [0, 0, 4]
+
+
+def test_a_write_in_another_thread_does_not_bring_the_state_of_a_checkpoint_that_fails(
+    conn: Connection,
+    pool: CheckpointPool,
+    threads: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The state is there, and the write of the checkpoint waits behind that of the other thread."""
+    is_there = threading.Event()
+    monkeypatch.setattr(saver_module, "_storable", lambda value: is_there.set() or value)
+    task = job(conn)
+    saver = FencedSaver(pool, task, "v1")
+    with saver._cursor(pipeline=True):
+        late = threads.submit(put, saver, task, threading.Lock())
+        assert is_there.wait(20)
+    with pytest.raises(TypeError):
+        late.result(20)
+    assert states(conn) == []
 
 
 # --- values that a checkpoint could choke on -------------------------------------------------

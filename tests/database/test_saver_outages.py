@@ -88,7 +88,9 @@ def test_a_worker_that_is_frozen_in_a_checkpoint_holds_the_row_no_longer_than_it
     task = job(conn)
     rows.expire(conn, task.task_id)
     with pytest.raises(DatabaseUnavailable):
-        in_a_checkpoint(FencedSaver(pool, task, "v1"), lambda: eventually(lambda: rows.reap(conn)))
+        in_a_checkpoint(
+            FencedSaver(pool, task, "v1"), lambda: eventually(lambda: rows.reap(conn), 8)
+        )
 
 
 def test_nor_does_one_that_is_frozen_between_two_messages(

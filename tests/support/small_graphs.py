@@ -74,9 +74,9 @@ def taken_over(conn: Connection, stale: ClaimedTask) -> ClaimedTask:
     return rows.claim_only(conn, stale.task_id, "w2")
 
 
-def put(saver: FencedSaver, task: ClaimedTask) -> None:
+def put(saver: FencedSaver, task: ClaimedTask, value: object = "late") -> None:
     config: Any = {"configurable": {"thread_id": str(task.task_id), "checkpoint_ns": ""}}
-    checkpoint = {**empty_checkpoint(), "channel_values": {"notes": ["late"]}}
+    checkpoint = {**empty_checkpoint(), "channel_values": {"notes": [value]}}
     saver.put(config, checkpoint, {"source": "loop", "step": 9}, {"notes": "9"})  # type: ignore
 
 
