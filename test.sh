@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Proves it: installs what the tests need into .venv and runs them all. A skip is a failure here.
 #
-#   ./test.sh                       everything, some tests beside each other
-#   ./test.sh tests/unit -k route   what follows goes to pytest, which runs one test at a time
+#   ./test.sh                          everything, several tests at a time
+#   ./test.sh --ignore=tests/browser   options are pytest's (-n 0: one test at a time)
+#   ./test.sh tests/unit -k route      a choice of tests runs one at a time
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -10,9 +11,16 @@ source scripts/venv.sh
 
 ensure_venv requirements-dev.txt
 
-# Most tests wait more than they compute. Which of them stay together: tests/conftest.py.
-if [ $# -eq 0 ]; then
-    set -- --numprocesses=auto --dist=loadgroup --no-loadscope-reorder
+# Many tests wait more than they compute. Which of them stay together: tests/support/groups.py.
+chosen=""
+for argument in "$@"; do
+    case "$argument" in
+    -*) ;;
+    *) chosen=yes ;;
+    esac
+done
+if [ -z "$chosen" ]; then
+    set -- --numprocesses=auto --dist=loadgroup --no-loadscope-reorder "$@"
 fi
 
 SECONDS=0

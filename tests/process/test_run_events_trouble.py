@@ -57,13 +57,21 @@ def ids_since_created(conn: db.Connection, run_id: int) -> list[int]:
 # --- Postgres --------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def never_by_itself(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    """No feed looks before it is told, or knows that it may not have been told."""
+    monkeypatch.setattr(feeds, "LONGEST_BLIND_WAIT_SECONDS", 600.0)
+    with Served(settings) as served:
+        yield served
+
+
 @BOTH
 def test_nothing_is_missed_when_the_listener_is_killed_again_and_again(
-    api: Api, conn: db.Connection, kind: Kind
+    never_by_itself: Served, conn: db.Connection, kind: Kind
 ) -> None:
     steps = [f"tool_call.s{number}" for number in range(4)]
     run_id = runs.submit(conn, {step: steps[:place][-1:] for place, step in enumerate(steps)})
-    watcher = watch(api, kind, run_id)
+    watcher = watch(never_by_itself, kind, run_id)
     for step in steps:
         killed = sql(
             conn,
@@ -72,8 +80,7 @@ def test_nothing_is_missed_when_the_listener_is_killed_again_and_again(
         )
         runs.finish(conn, run_id, step)
         assert len(killed) <= 1
-        # Well before a feed looks by itself, whether or not it was told.
-        eventually(lambda step=step: (step, "succeeded") in watcher.story(), 8)
+        eventually(lambda step=step: (step, "succeeded") in watcher.story())
     watcher.until_end()
     assert watcher.ids() == ids_since_created(conn, run_id)
 
