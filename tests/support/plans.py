@@ -12,7 +12,8 @@ import db
 from db import Connection
 
 # Tables that grow with the work; next month's partition of the audit log is empty.
-GROWS = ("tasks", "audit_log")
+OF_JOBS = ("checkpoints", "checkpoint_blobs", "checkpoint_writes", "job_states", "model_calls")
+GROWS = ("tasks", "audit_log", *OF_JOBS)
 
 
 @dataclass(frozen=True)
