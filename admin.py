@@ -1,9 +1,10 @@
-"""The operator's commands: python admin.py migrate | maintain | purge | keys
+"""The operator's commands: python admin.py migrate | maintain | purge | keys | webhooks
 
 migrate     bring the database's schema to the version this program needs
 maintain    make the audit log's partitions of the coming months
 purge       delete what [retention] of config.toml no longer keeps
 keys        create, list and revoke API keys
+webhooks    make the secrets with which callbacks are signed
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from queries.checkpoints import purge_checkpoints, purge_counters, purge_lost_jo
 from queries.keys import create_key, list_keys, revoke_key
 from queries.retention import drop_old_audit_partitions, purge_finished
 from queries.schema import ensure_audit_partitions, ensure_schema, migrate, wanted_version
+from queries.webhooks import make_secret
 
 # Tells what was done, as it is done.
 Command = Callable[[db.Connection, argparse.Namespace, Settings], Iterator[str]]
@@ -63,6 +65,13 @@ def parser() -> argparse.ArgumentParser:
     revoke = of_keys.add_parser("revoke", help="let a key open nothing any more")
     revoke.set_defaults(run=run_revoke_key)
     revoke.add_argument("key", metavar="ID", help="as `keys list` shows it, or the whole key")
+    about = "with what callbacks are signed"
+    webhooks = commands.add_parser("webhooks", help=about, description=about)
+    of_webhooks = webhooks.add_subparsers(dest="webhooks", required=True)
+    about = "make a tenant's secret, in the place of an earlier one, and print it, once"
+    secret = of_webhooks.add_parser("secret", help=about, description=about)
+    secret.set_defaults(run=run_make_secret)
+    secret.add_argument("--tenant", metavar="NAME", required=True)
     return told
 
 
@@ -145,6 +154,17 @@ def run_revoke_key(
         f"Key {key_id} is revoked. Each API process notices within limits.key_cache_seconds "
         "of config.toml."
     )
+
+
+def run_make_secret(
+    conn: db.Connection, arguments: argparse.Namespace, _: Settings
+) -> Iterator[str]:
+    ensure_schema(conn)
+    secret, replaced = make_secret(conn, arguments.tenant)
+    yield secret
+    yield "Keep it now, it is not shown again; whoever receives callbacks checks them with it."
+    if replaced:
+        yield "It takes the place of an earlier one, with which nothing is signed any more."
 
 
 def counted(counts: Mapping[str, int]) -> str:

@@ -8,9 +8,10 @@ reaches Postgres is in connection.py, whose names can be had from here as well.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from connection import Connection, Cursor, Row, connect, fetch, heard, listen, p
 from errors import (
     DatabaseUnavailable,
     KeyReused,
+    NameInUse,
     NotFound,
     OrchestratorError,
     RequestRefused,
@@ -51,6 +53,7 @@ __all__ = [
     "submit_task",
     "submit_tasks",
     "submit_tasks_in_tx",
+    "taken_name_told",
     "transaction",
 ]
 
@@ -68,6 +71,7 @@ class NewTask:
     tenant: str
     kind: str
     payload: Mapping[str, Any]
+    name: str | None = None  # the submitter's own id for it
     metadata: Mapping[str, Any] | None = None
     priority: int = 0
     delay_seconds: float = 0
@@ -77,7 +81,8 @@ class NewTask:
     idempotency_scope: str | None = None
     idempotency_key: str | None = None
     request_hash: bytes | None = None
-    batch_id: int | None = None
+    is_behind_first: bool = False  # of a batch, whose number is that of the first
+    callback_url: str | None = None
 
 
 @dataclass(frozen=True)
@@ -87,41 +92,53 @@ class Submitted:
     task_id: int
     status: str
     replayed: bool
+    name: str | None = None
+
+    @property
+    def shown_as(self) -> int | str:
+        """What its submitter calls it."""
+        return self.name or self.task_id
 
 
 # Creates the tasks that are new, each PENDING; a row whose Idempotency-Key is taken is left out
-# of the answer. Ids are drawn first, so that an answer can be told to belong to its `ordinal`.
+# of the answer. Ids are drawn first, so that an answer can be told to belong to its `ordinal`. Two
+# that insert the same names or keys in different orders would deadlock: so they are sorted.
 SUBMIT_TASKS = """
 WITH submitted AS (
     SELECT nextval(pg_get_serial_sequence('tasks', 'task_id')) AS task_id, s.*
     FROM jsonb_to_recordset(%(tasks)s::jsonb) AS s(
-        ordinal bigint, tenant text, kind text, payload jsonb, metadata jsonb,
+        ordinal bigint, tenant text, kind text, payload jsonb, name text, metadata jsonb,
         priority smallint, delay_seconds double precision, max_retry integer,
         timeout_seconds double precision, requested_route text,
-        idempotency_scope text, idempotency_key text, request_hash text, batch_id bigint)
+        idempotency_scope text, idempotency_key text, request_hash text,
+        is_behind_first boolean, callback_url text)
 ),
 created AS (
     INSERT INTO tasks (
-        task_id, tenant, kind, payload, metadata, priority, available_at, due, max_retry,
+        task_id, tenant, kind, payload, name, metadata, priority, available_at, due, max_retry,
         timeout_seconds, requested_route, idempotency_scope, idempotency_key, request_hash,
-        batch_id)
-    SELECT task_id, tenant, kind, payload, nullif(metadata, 'null'), priority,
+        batch_id, callback_url)
+    SELECT task_id, tenant, kind, payload, name, nullif(metadata, 'null'), priority,
            current_instant() + make_interval(secs => delay_seconds), delay_seconds = 0, max_retry,
            timeout_seconds, requested_route, idempotency_scope, idempotency_key,
-           decode(request_hash, 'hex'), batch_id
+           decode(request_hash, 'hex'),
+           CASE WHEN is_behind_first THEN (SELECT task_id FROM submitted WHERE ordinal = 0) END,
+           callback_url
     FROM submitted
+    ORDER BY name NULLS FIRST, idempotency_key, task_id
     ON CONFLICT (tenant, idempotency_scope, idempotency_key) WHERE idempotency_key IS NOT NULL
         DO NOTHING
-    RETURNING task_id, status::text
+    RETURNING task_id, name, status::text
 )
-SELECT submitted.ordinal, created.task_id, created.status
+SELECT submitted.ordinal, created.task_id, created.name, created.status
 FROM created JOIN submitted USING (task_id)
 """
 
 
 # The tasks that Idempotency-Keys have made, seen with a fresh snapshot.
 FIRST_OF_KEYS = """
-SELECT asked.ordinal, t.task_id, t.status::text, encode(t.request_hash, 'hex') AS request_hash
+SELECT asked.ordinal, t.task_id, t.name, t.status::text,
+       encode(t.request_hash, 'hex') AS request_hash
 FROM jsonb_to_recordset(%(tasks)s::jsonb) AS asked(
     ordinal bigint, tenant text, idempotency_scope text, idempotency_key text)
 JOIN tasks t USING (tenant, idempotency_scope, idempotency_key)
@@ -135,13 +152,21 @@ def submit_tasks(conn: Connection, tasks: Sequence[NewTask]) -> list[Answer]:
 
     A Submitted is committed. An error concerns its task alone: KeyReused when the key came with
     another body, DatabaseUnavailable when Postgres went away before it was known. Raises what
-    keeps all of them from being stored.
+    keeps all of them from being stored: NameInUse, too, so submit a task with a name alone.
     """
     answers: dict[int, Answer] = {}
     unknown = list(range(len(tasks)))
     while unknown:
-        created = fetch(conn, SUBMIT_TASKS, {"tasks": _as_json(tasks, unknown)})
-        answers.update(_created(created))
+        try:
+            with taken_name_told():
+                created = fetch(conn, SUBMIT_TASKS, {"tasks": _as_json(tasks, unknown)})
+        except NameInUse:
+            # Of two that come at once with one key, the second may meet the first's name first.
+            if not (known := _first_of_keys(conn, tasks, unknown)):
+                raise
+            answers.update(known)
+        else:
+            answers.update(_created(created))
         unknown = [ordinal for ordinal in unknown if ordinal not in answers]
         if unknown:
             # Their keys are taken. The holder may have rolled back meanwhile: then insert again.
@@ -154,7 +179,7 @@ def submit_tasks(conn: Connection, tasks: Sequence[NewTask]) -> list[Answer]:
 
 
 def submit_task(conn: Connection, task: NewTask) -> Submitted:
-    """Create one task; KeyReused if its Idempotency-Key came with another body before."""
+    """Create one task; NameInUse, or KeyReused if its Idempotency-Key came with another body."""
     answer = submit_tasks(conn, [task])[0]
     if isinstance(answer, OrchestratorError):
         raise answer
@@ -162,15 +187,35 @@ def submit_task(conn: Connection, task: NewTask) -> Submitted:
 
 
 def submit_tasks_in_tx(cursor: Cursor, tasks: Sequence[NewTask]) -> list[Submitted]:
-    """Create tasks in the caller's transaction; one whose Idempotency-Key is taken is left out."""
-    cursor.execute(SUBMIT_TASKS, {"tasks": _as_json(tasks, range(len(tasks)))})
+    """Create tasks in the caller's transaction; one whose Idempotency-Key is taken is left out.
+
+    NameInUse leaves the transaction failed.
+    """
+    with taken_name_told():
+        cursor.execute(SUBMIT_TASKS, {"tasks": _as_json(tasks, range(len(tasks)))})
     created = _created(cursor.fetchall())
     return [created[ordinal] for ordinal in sorted(created)]
 
 
+LIVE_NAME = "tasks_by_live_name"
+
+
+@contextlib.contextmanager
+def taken_name_told() -> Iterator[None]:
+    """Turn the refusal of a name that an unfinished task bears into NameInUse."""
+    try:
+        yield
+    except psycopg2.errors.UniqueViolation as refused:
+        if refused.diag.constraint_name != LIVE_NAME:
+            raise
+        *_, name = (refused.diag.message_detail or "").partition("(tenant, name)=(")
+        *_, name = name.partition(")")[0].partition(", ")
+        raise NameInUse(name) from refused
+
+
 def _created(rows: Iterable[Mapping[str, Any]]) -> dict[int, Submitted]:
     return {
-        row["ordinal"]: Submitted(row["task_id"], row["status"], replayed=False) for row in rows
+        row["ordinal"]: Submitted(row["task_id"], row["status"], False, row["name"]) for row in rows
     }
 
 
@@ -182,16 +227,16 @@ def _first_of_keys(
         digest = tasks[row["ordinal"]].request_hash
         same_body = digest is not None and row["request_hash"] == digest.hex()
         found[row["ordinal"]] = (
-            Submitted(row["task_id"], row["status"], replayed=True) if same_body else KeyReused()
+            Submitted(row["task_id"], row["status"], True, row["name"])
+            if same_body
+            else KeyReused()
         )
     return found
 
 
 def _as_json(tasks: Sequence[NewTask], ordinals: Sequence[int]) -> str:
-    # Two writers that insert the same keys in different orders would deadlock: sort by key.
-    ordered = sorted(ordinals, key=lambda ordinal: tasks[ordinal].idempotency_key or "")
     rows = []
-    for ordinal in ordered:
+    for ordinal in ordinals:
         digest = tasks[ordinal].request_hash
         fields = dict(vars(tasks[ordinal]), ordinal=ordinal, request_hash=digest and digest.hex())
         rows.append(fields)
@@ -259,21 +304,31 @@ SELECT
     t.requested_route, t.route, t.model, t.cost, t.prompt_tokens, t.completion_tokens, t.truncated,
     t.duration_seconds, t.retry_count, t.delivery_count, t.attempt, t.priority, t.parent_id, t.step,
     t.worker, t.lease_expires_at, t.cancel_requested, t.created_at, t.available_at, t.started_at,
-    t.finished_at, waiting_for(t, %(present_seconds)s) AS waiting_for
+    t.finished_at, t.callback_url, waiting_for(t, %(present_seconds)s) AS waiting_for
 """
 
-# A task by number, or by name: then the newest that bears it.
-GET_TASK = (
-    SELECT_TASK
-    + """
-FROM tasks t
-WHERE (%(tenant)s::text IS NULL OR t.tenant = %(tenant)s)
-  AND (t.task_id = %(number)s::bigint OR t.name = %(name)s::text)
-  AND t.kind <> 'run'
-ORDER BY t.task_id DESC
-LIMIT 1
-"""
+# A task by number, or by name: then the newest that bears it. Of an agent job its newest state,
+# and what it asks.
+NEWEST_TASK = """
+WITH found AS (
+    SELECT task_id FROM tasks
+    WHERE (%(tenant)s::text IS NULL OR tenant = %(tenant)s)
+      AND (task_id = %(number)s::bigint OR name = %(name)s::text)
+      AND kind <> 'run'
+    ORDER BY task_id DESC
+    LIMIT 1
 )
+"""
+FROM_NEWEST_TASK = """
+    , t.gate, job.state AS job_state, job.next_nodes
+FROM found JOIN tasks t USING (task_id)
+LEFT JOIN LATERAL (
+    SELECT state, next_nodes FROM job_states
+    WHERE task_id = t.task_id AND t.kind = 'agent' AND next_nodes <> '{__start__}'
+    ORDER BY checkpoint_id DESC
+    LIMIT 1) AS job ON true
+"""
+GET_TASK = NEWEST_TASK + SELECT_TASK + FROM_NEWEST_TASK
 
 LARGEST_ID = 2**63 - 1
 PRESENT_SECONDS = WorkerSettings().lease_seconds

@@ -3,6 +3,8 @@
 OrchestratorError
 ├── DatabaseUnavailable    Postgres cannot be asked now; try again
 ├── SchemaOutdated         the database holds another version of the schema
+├── LeaseLost              another worker may own the task now
+├── BudgetRefused          a model call needs more tokens than there are left
 └── RequestRefused         the caller asked for something that is not to be had (4xx)
     ├── NotFound
     ├── Unauthorized       it brought no key that opens anything
@@ -12,6 +14,7 @@ OrchestratorError
     ├── TooMany            its tenant asks for too much; later it may be had
     ├── KeyReused
     └── StateConflict      the task is not in a state that allows it
+        └── NameInUse      another task of that name has not ended
 
 A class's docstring is its default message.
 """
@@ -32,6 +35,18 @@ class DatabaseUnavailable(OrchestratorError):
 
 class SchemaOutdated(OrchestratorError):
     """The database's schema is of another version; run: python admin.py migrate"""
+
+
+class LeaseLost(OrchestratorError):
+    """The lease of this task is gone; whatever was to be written is not."""
+
+
+class BudgetRefused(OrchestratorError):
+    """The tokens that are left do not suffice for this call."""
+
+    def __init__(self, which: str) -> None:
+        super().__init__()
+        self.which = which  # token_budget or tenant_tokens_per_day
 
 
 class RequestRefused(OrchestratorError):
@@ -79,3 +94,13 @@ class KeyReused(RequestRefused):
 
 class StateConflict(RequestRefused):
     """The task is not in a state that allows this."""
+
+
+class NameInUse(StateConflict):
+    """Another task of this name has not ended yet."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"another task named {name} has not ended yet; wait for its end, or cancel it"
+        )
+        self.name = name

@@ -17,24 +17,43 @@ from fastapi import APIRouter, FastAPI, Header, Query, Response
 from fastapi.concurrency import run_in_threadpool
 
 import db
-from api import events, figures, health, lists, operations, page, run_events, runs, tickets
+from api import (
+    checkpoints,
+    events,
+    figures,
+    health,
+    lists,
+    operations,
+    page,
+    run_events,
+    runs,
+    tickets,
+)
 from api.bodies import BodyLimit
+from api.callbacks import check_callback_url
 from api.changes import Changes
 from api.connections import TransportInScope, cared_for
 from api.database import Database
 from api.feeds import Feeds
 from api.gate import Gate
 from api.keys import Keys
-from api.models import Metrics, Problem, PromptTask, Task, TaskStatus, task_view
+from api.models import Metrics, Problem, Task, TaskStatus, task_view
 from api.origins import OwnPagesOnly
 from api.problems import handle_problems
 from api.quotas import Quotas
-from api.requests import IdempotencyKey, idempotency, mark_replay, new_task, refused_fields
+from api.requests import (
+    IdempotencyKey,
+    TaskOfRequest,
+    idempotency,
+    mark_replay,
+    new_task,
+    refused_fields,
+)
 from api.services import ApiServices, Services
 from api.submission import SubmitWriter
 from api.tenants import AnyTenant, CountedTenant, Key, Tenant
 from config import ConfigError, Settings, load_config
-from errors import FieldRefused
+from errors import FieldRefused, NameInUse
 from states import Status
 
 # A waiting GET reads its task again after so long, whether or not it was told of a change.
@@ -75,6 +94,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.include_router(figures.router)
     app.include_router(operations.router)
     app.include_router(lists.router)
+    app.include_router(checkpoints.router)
     app.include_router(runs.router)
     app.include_router(events.router)
     app.include_router(run_events.router)
@@ -83,22 +103,29 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     return app
 
 
-@router.post("/tasks", status_code=201)
+@router.post("/tasks", status_code=201, responses={409: {"model": Problem}})
 async def submit_task(
-    body: PromptTask,
+    body: TaskOfRequest,
     response: Response,
     services: Services,
     tenant: Tenant,
     idempotency_key: IdempotencyKey = None,
 ) -> TaskStatus:
-    """Submit a prompt. 201 once it is stored; 200 when its Idempotency-Key had stored it before."""
-    for refused in refused_fields(body, services.settings.limits):
+    """Submit a prompt or an agent job. 201 once it is stored; 200 when its Idempotency-Key had
+    stored it before; 409 while another task of its name has not ended."""
+    settings = services.settings
+    for refused in refused_fields(body, settings):
         raise refused
-    task = new_task(body, tenant, **idempotency("tasks", idempotency_key, body))
+    task = new_task(body, tenant, settings, **idempotency("tasks", idempotency_key, body))
+    await check_callback_url(body.callback_url, tenant, services)
     await services.quotas.add_task(tenant)
-    submitted = await services.writer.submit(task)
+    try:
+        submitted = await services.writer.submit(task)
+    except NameInUse as taken:
+        taken.field = "task_id"
+        raise
     mark_replay(response, submitted)
-    return TaskStatus(task_id=submitted.task_id, status=Status(submitted.status))
+    return TaskStatus(task_id=submitted.shown_as, status=Status(submitted.status))
 
 
 @router.get("/tasks/{task_id}")

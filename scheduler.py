@@ -54,6 +54,7 @@ from worker.doorbell import Doorbell
 from worker.heartbeat import Heartbeat
 from worker.held import Held
 from worker.link import Link
+from worker.messages import with_message
 from worker.outputs import GIVEN_BACK_SECONDS, with_outputs
 from worker.sentences import log_claimed, log_lost, log_settled
 from worker.settling import batch_to_settle, settle_batch
@@ -269,6 +270,8 @@ class Worker:
         if route is None and task.requested_route != "none":
             # Its route closed, or filled up, between the look and the claim.
             ready: ClaimedTask | Outcome = Outcome("released", delay_seconds=GIVEN_BACK_SECONDS)
+        elif task.kind == "callback":
+            ready = with_message(conn, task, self.settings)
         else:
             ready = with_outputs(conn, task)
         if isinstance(ready, Outcome):

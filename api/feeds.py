@@ -74,7 +74,7 @@ class Watcher:
         return False
 
     def put_token(self, token: StreamEvent) -> None:
-        """Queue a piece of an answer, unless there is much before it already."""
+        """Queue what is not stored anywhere, unless there is much before it already."""
         if self._arrived.qsize() < MOST_WAITING // 2:
             self._arrived.put_nowait(token)
 
@@ -285,10 +285,12 @@ class Feeds:
                     await self._say_now.wait()
 
     def _on_token(self, piece: dict[str, Any]) -> None:
+        """Pass on a piece of an answer, or that an agent job's node has begun or ended."""
         if feed := self._feeds.get(piece.pop("root_id")):
-            token = StreamEvent("token", {"step": feed.steps.get(piece["task_id"]), **piece})
+            name = "node" if "phase" in piece else "token"
+            event = StreamEvent(name, {"step": feed.steps.get(piece["task_id"]), **piece})
             for watcher in feed.watchers:
-                watcher.put_token(token)
+                watcher.put_token(event)
 
     async def is_all_told(self, subject: Subject, after: Position) -> bool:
         """Whether the subject has ended and nothing newer than `after` is to be told of it."""

@@ -22,6 +22,8 @@ router = APIRouter(
     responses={status: {"model": Problem} for status in (400, 401, 403, 404, 422, 429, 503)},
 )
 
+WRONG_CURSOR = "no page gave this one out; take next_cursor as it is, or leave it out"
+
 Limit = Annotated[int, Query(ge=1, le=200, description="the most entries of one page")]
 
 
@@ -36,8 +38,7 @@ def number_in_cursor(
     except (binascii.Error, ValueError):
         text = ""
     if not (text.isdigit() and len(text) < 20 and 0 < int(text) <= LARGEST_ID):
-        message = "no page gave this one out; take next_cursor as it is, or leave it out"
-        raise FieldRefused("cursor", message)
+        raise FieldRefused("cursor", WRONG_CURSOR)
     return int(text)
 
 

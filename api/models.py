@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from datetime import UTC, datetime
-from decimal import Decimal
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -13,20 +12,30 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
+    SerializerFunctionWrapHandler,
     StrictBool,
+    Tag,
+    model_serializer,
     model_validator,
 )
 
-from config import LONGEST_LIST
+from config import LONGEST_LIST, MOST_REVISIONS, TEAM
 from states import Status
-
-Route = Literal["local", "cloud"]
+from views import Task as Task
+from views import TaskError as TaskError
+from views import iso_utc as iso_utc
+from views import money as money
+from views import task_error as task_error
+from views import task_view as task_view
 
 # pydantic can write no more than about 250 levels into an answer.
 DEEPEST_JSON = 100
 
 MOST_FIELDS = 50
+MOST_TOKENS = 10**12
+NAME_OF_TASK = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def storable_text(text: str) -> str:
@@ -68,6 +77,12 @@ def not_blank(text: str) -> str:
     return text
 
 
+def name_of_task(text: str) -> str:
+    if not NAME_OF_TASK.fullmatch(text) or text.isdigit():
+        raise ValueError("it is to be 1 to 64 of A-Z a-z 0-9 _ -, and not only digits")
+    return text
+
+
 def few_items(value: Any) -> Any:
     """Refuse a list far beyond any limit by its length, before its items are looked at."""
     if isinstance(value, list) and len(value) > LONGEST_LIST:
@@ -77,6 +92,7 @@ def few_items(value: Any) -> Any:
 
 Text = Annotated[str, Field(strict=True), AfterValidator(storable_text)]
 Prompt = Annotated[Text, AfterValidator(not_blank)]
+NameOfTask = Annotated[str, Field(strict=True), AfterValidator(name_of_task)]
 Json = Annotated[dict[str, Any], AfterValidator(storable_json)]
 
 
@@ -93,10 +109,9 @@ class Body(BaseModel):
         return value
 
 
-class PromptTask(Body):
-    """The body of POST /tasks."""
+class TaskBody(Body):
+    """What a prompt and an agent job have in common."""
 
-    prompt: Prompt = Field(examples=["Write one sentence about durable queues."])
     priority: Annotated[int, Field(strict=True, ge=0, le=9)] = 0
     delay_seconds: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = 0
     max_retry: Annotated[int, Field(strict=True, ge=1, le=10_000)] | None = None
@@ -105,12 +120,64 @@ class PromptTask(Body):
     ) = None
     route: Literal["auto", "local", "cloud"] = "auto"
     metadata: Json | None = None
+    callback_url: Text | None = Field(None, description="who is told of its end")
+
+    @model_serializer(mode="wrap")
+    def as_before_callbacks(self, usual: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without one, a body has the hash that it had before there were any."""
+        written: dict[str, Any] = usual(self)
+        if self.callback_url is None:
+            written.pop("callback_url", None)
+        return written
+
+
+class PromptTask(TaskBody):
+    """The body of POST /tasks for one answer of a model."""
+
+    prompt: Prompt = Field(examples=["Write one sentence about durable queues."])
+
+
+class AgentJob(Body):
+    """What makes an agent job, as a task of its own or as a step of a run."""
+
+    task: Prompt = Field(examples=["Write a function that reverses a linked list."])
+    require_approval: StrictBool = Field(
+        False, description="a person approves what the coder wrote, before the review"
+    )
+    token_budget: Annotated[int, Field(strict=True, ge=1, le=MOST_TOKENS)] | None = None
+    max_revisions: Annotated[int, Field(strict=True, ge=0, le=MOST_REVISIONS)] | None = Field(
+        None, description="null: agents.max_revisions of config.toml"
+    )
+    graph: Text = Field(TEAM, description="one of [graphs] of config.toml")
+
+
+class AgentTask(AgentJob, TaskBody):
+    """The body of POST /tasks for an agent job."""
+
+    task_id: NameOfTask | None = Field(
+        None, description="your own id for it: one task at a time bears it", examples=["report-7"]
+    )
+
+
+# Where pydantic tells of an error it names which of the two bodies it took it for.
+PROMPT_TASK, AGENT_TASK = "prompt task", "agent job"
+
+
+def which_body(given: Any) -> str:
+    is_job = isinstance(given, AgentTask) or (isinstance(given, dict) and "task" in given)
+    return AGENT_TASK if is_job else PROMPT_TASK
+
+
+AnyTask = Annotated[
+    Annotated[PromptTask, Tag(PROMPT_TASK)] | Annotated[AgentTask, Tag(AGENT_TASK)],
+    Discriminator(which_body),
+]
 
 
 class Batch(Body):
     """The body of POST /tasks/batch."""
 
-    tasks: Annotated[list[PromptTask], BeforeValidator(few_items), Field(min_length=1)]
+    tasks: Annotated[list[AnyTask], BeforeValidator(few_items), Field(min_length=1)]
 
 
 class Approval(Body):
@@ -118,7 +185,9 @@ class Approval(Body):
 
     approved: StrictBool = True
     feedback: Text | None = None
-    artefact: Any = None
+    artefact: Text | None = Field(
+        None, description="of an agent job, state.approval.artefact: what the decision is about"
+    )
 
 
 # --- answers ---------------------------------------------------------------------------------
@@ -137,53 +206,11 @@ class BatchStatus(BaseModel):
     tasks: list[TaskStatus]
 
 
-class TaskError(BaseModel):
-    """Why the task stands where it stands: the reason of its last transition, and what was said."""
-
-    type: str
-    message: str
-
-
 class Problem(BaseModel):
     """Every answer that is no success."""
 
     error: str
     detail: Any = None
-
-
-class Task(BaseModel):
-    """The answer to GET /tasks/{id}."""
-
-    task_id: int | str = Field(description="its name if it was given one, else its number")
-    status: Status
-    result: Any = Field(description='null until final; {"text"} for a prompt')
-    id: int
-    tenant: str
-    kind: str
-    error: TaskError | None
-    route: Route | None
-    model: str | None
-    cost: str | None = Field(description="a decimal with 8 places")
-    prompt_tokens: int
-    completion_tokens: int
-    truncated: bool = Field(description="the model server cut the prompt without saying so")
-    duration_seconds: float | None = Field(description="of the last attempt")
-    retry_count: int
-    delivery_count: int
-    attempt: int
-    priority: int
-    run_id: int | None
-    step: str | None
-    state: Any = None
-    waiting_for: str | None
-    worker: str | None
-    lease_expires_at: str | None
-    cancel_requested: bool
-    metadata: dict[str, Any] | None
-    created_at: str
-    available_at: str
-    started_at: str | None
-    finished_at: str | None
 
 
 class TaskList(BaseModel):
@@ -208,6 +235,26 @@ class Transition(BaseModel):
     attempt: int
     detail: dict[str, Any]
     cursor: str
+
+
+class Checkpoint(BaseModel):
+    """Where an agent job stood at a moment."""
+
+    id: str
+    at: str
+    attempt: int
+    nodes: list[str] = Field(description="that ran before it")
+    next: list[str] = Field(description="that run behind it; none: the job has ended")
+    summary: str
+    prompt_tokens: int = Field(description="of the job, up to here")
+    completion_tokens: int
+
+
+class CheckpointList(BaseModel):
+    """A page of an agent job's checkpoints, newest first."""
+
+    checkpoints: list[Checkpoint]
+    next_cursor: str | None = Field(description="the next page's ?cursor=; null: this is the last")
 
 
 class TransitionList(BaseModel):
@@ -249,36 +296,6 @@ class Metrics(BaseModel):
     cost_by_route: dict[str, str]
 
 
-SHOWN_AS_STORED = (
-    "tenant", "status", "result", "kind", "route", "model", "prompt_tokens", "completion_tokens",
-    "truncated", "duration_seconds", "retry_count", "delivery_count", "attempt", "priority",
-    "step", "worker", "cancel_requested", "metadata", "waiting_for",
-)  # fmt: skip
-SHOWN_AS_TIMES = ("lease_expires_at", "created_at", "available_at", "started_at", "finished_at")
-
-
-def task_view(row: dict[str, Any]) -> Task:
-    """A row of tasks as the API shows it."""
-    shown = {column: row[column] for column in SHOWN_AS_STORED}
-    shown |= {column: iso_utc(row[column]) for column in SHOWN_AS_TIMES}
-    shown |= {
-        "id": row["task_id"],
-        "task_id": row["name"] or row["task_id"],
-        "run_id": row["parent_id"],
-        "cost": money(row["cost"]),
-        "error": task_error(row),
-    }
-    return Task(**shown)
-
-
-def task_error(row: dict[str, Any]) -> TaskError | None:
-    """Why the task failed, or why it is to be tried again."""
-    tells_of_it = row["status"] == Status.FAILED or row["reason"] in ("retry", "outage")
-    if row["last_error"] is None or not tells_of_it:
-        return None
-    return TaskError(type=row["reason"], message=row["last_error"])
-
-
 def transition_view(row: dict[str, Any], cursor: str) -> Transition:
     """A row of audit_log as the API shows it: while its steps are under way, a run is RUNNING."""
     shown = {**row, "at": iso_utc(row["at"]), "cursor": cursor}
@@ -292,14 +309,6 @@ def worker_view(row: dict[str, Any]) -> WorkerSeen:
     """A row of workers as the API shows it."""
     times = {column: iso_utc(row[column]) for column in ("started_at", "seen_at")}
     return WorkerSeen(**{**row, **times})
-
-
-def iso_utc(moment: datetime | None) -> str | None:
-    return None if moment is None else moment.astimezone(UTC).isoformat().replace("+00:00", "Z")
-
-
-def money(amount: Decimal | None) -> str | None:
-    return None if amount is None else f"{amount:.8f}"
 
 
 def json_bytes(value: Any) -> int:

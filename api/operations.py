@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
-from api.models import Approval, Batch, BatchStatus, Problem, TaskStatus
+from api.callbacks import check_callback_urls
+from api.models import AgentTask, Approval, Batch, BatchStatus, Problem, TaskStatus
 from api.requests import IdempotencyKey, idempotency, mark_replay, new_task, refused_fields
 from api.services import Services
 from api.tenants import Tenant
-from config import Limits
+from config import Limits, Settings
 from db import NewTask
-from errors import FieldRefused, TooLarge
-from queries.operations import approve_task, cancel_task, requeue_task, submit_batch
+from errors import FieldRefused, NameInUse, TooLarge
+from queries.operations import (
+    approve_task,
+    cancel_task,
+    requeue_task,
+    submit_batch,
+)
 from states import Status
 
 router = APIRouter(
@@ -29,11 +35,18 @@ def post_batch(
     idempotency_key: IdempotencyKey = None,
 ) -> BatchStatus:
     """Submit up to limits.max_batch_tasks tasks: all of them are stored, or none is."""
-    tasks = batch_tasks(body, tenant, idempotency_key, services.settings.limits)
+    tasks = batch_tasks(body, tenant, idempotency_key, services.settings)
+    urls = {f"tasks.{index}.callback_url": task.callback_url for index, task in enumerate(tasks)}
+    check_callback_urls(urls, tenant, services)
     services.quotas.add_tasks(tenant, len(tasks))
-    stored = services.database.run(submit_batch, tasks)
+    try:
+        stored = services.database.run(submit_batch, tasks)
+    except NameInUse as taken:
+        index = next(index for index, task in enumerate(tasks) if task.name == taken.name)
+        taken.field = f"tasks.{index}.task_id"
+        raise
     mark_replay(response, stored[0])
-    shown = [TaskStatus(task_id=one.task_id, status=Status(one.status)) for one in stored]
+    shown = [TaskStatus(task_id=one.shown_as, status=Status(one.status)) for one in stored]
     return BatchStatus(tasks=shown)
 
 
@@ -50,11 +63,14 @@ def delete_task(task_id: str, response: Response, services: Services, tenant: Te
 def post_approval(
     task_id: str, services: Services, tenant: Tenant, body: Approval | None = None
 ) -> TaskStatus:
-    """Decide what waits for a person: yes, unless the body says no."""
+    """Decide what waits for a person: yes, unless the body says no.
+
+    With the `artefact` that GET has shown, the decision holds for that one only, or is a 409.
+    """
     decision = body or Approval()
     check_approval(decision, services.settings.limits)
     decided = services.database.run(
-        approve_task, tenant, task_id, decision.approved, decision.feedback
+        approve_task, tenant, task_id, decision.approved, decision.feedback, decision.artefact
     )
     return TaskStatus(task_id=decided.task_id, status=decided.status)
 
@@ -69,26 +85,31 @@ def post_requeue(task_id: str, services: Services, tenant: Tenant) -> TaskStatus
 # --- helpers of the routes above -------------------------------------------------------------
 
 
-def batch_tasks(body: Batch, tenant: str, key: str | None, limits: Limits) -> list[NewTask]:
+def batch_tasks(body: Batch, tenant: str, key: str | None, settings: Settings) -> list[NewTask]:
     """The tasks of a batch, the first with the key of all; a refusal names item and field."""
+    limits = settings.limits
     if len(body.tasks) > limits.max_batch_tasks:
         most = f"at most {limits.max_batch_tasks} (limits.max_batch_tasks)"
         raise FieldRefused("tasks", f"{most}, and these are {len(body.tasks)}")
+    named: dict[str, int] = {}
     for index, item in enumerate(body.tasks):
-        for refused in refused_fields(item, limits):
+        for refused in refused_fields(item, settings):
             refused.field = f"tasks.{index}.{refused.field}"
             raise refused
+        if isinstance(item, AgentTask) and item.task_id is not None:
+            before = named.setdefault(item.task_id, index)
+            if before != index:
+                message = f"{item.task_id} is the name of tasks.{before} already"
+                raise FieldRefused(f"tasks.{index}.task_id", message)
     first, *rest = body.tasks
     return [
-        new_task(first, tenant, **idempotency("batch", key, body)),
-        *(new_task(item, tenant) for item in rest),
+        new_task(first, tenant, settings, **idempotency("batch", key, body)),
+        *(new_task(item, tenant, settings) for item in rest),
     ]
 
 
 def check_approval(decision: Approval, limits: Limits) -> None:
-    """Refuse what no task that waits in this version can take."""
-    if decision.artefact is not None:
-        raise FieldRefused("artefact", "only an agent job has one, and this is none")
+    """Refuse what no task that waits can take."""
     if len((decision.feedback or "").encode()) > limits.max_metadata_bytes:
         most = f"limits.max_metadata_bytes ({limits.max_metadata_bytes} bytes)"
         raise TooLarge(f"it is longer than {most}", "feedback")

@@ -10,10 +10,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from api.models import AGENT_TASK, PROMPT_TASK, AgentTask
 from errors import (
     DatabaseUnavailable,
     FieldRefused,
     KeyReused,
+    NameInUse,
     NotFound,
     OrchestratorError,
     OtherTenant,
@@ -35,6 +37,7 @@ STATUS_OF: dict[type[OrchestratorError], int] = {
     OtherTenant: 403,
     NotFound: 404,
     StateConflict: 409,
+    NameInUse: 409,
     TooLarge: 413,
     FieldRefused: 422,
     KeyReused: 422,
@@ -90,8 +93,10 @@ async def _invalid(request: Request, error: RequestValidationError) -> JSONRespo
 
 
 def _blame(error: Any) -> dict[str, str]:
-    place, *path = [str(part) for part in error["loc"]]
-    if error["type"] == "extra_forbidden":
+    place, *path = [str(part) for part in error["loc"] if part not in (PROMPT_TASK, AGENT_TASK)]
+    if words := _words_of_two_bodies(error):
+        message = words
+    elif error["type"] == "extra_forbidden":
         message = "this field is not known here"
     elif error["type"] == "value_error":
         message = str(error["ctx"]["error"])
@@ -100,6 +105,19 @@ def _blame(error: Any) -> dict[str, str]:
     else:
         message = error["msg"]
     return {"field": ".".join(path) or place, "message": message}
+
+
+def _words_of_two_bodies(error: Any) -> str | None:
+    """What is wrong, where it is that a task is half a prompt and half an agent job, or neither."""
+    what, field = error["type"], str(error["loc"][-1])
+    if PROMPT_TASK in error["loc"]:
+        if what == "missing" and field == "prompt":
+            return "there is neither prompt, for one answer, nor task, for an agent job; send one"
+        if what == "extra_forbidden" and field in AgentTask.model_fields:
+            return "only an agent job takes it: one with task instead of prompt"
+    if AGENT_TASK in error["loc"] and what == "extra_forbidden" and field == "prompt":
+        return "there is a task as well; send prompt, for one answer, or task, for an agent job"
+    return None
 
 
 async def _http(request: Request, error: HTTPException) -> JSONResponse:

@@ -9,17 +9,17 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from api.models import json_bytes
-from api.run_models import PromptInput, RunBody, StepBody, ToolInput
+from api.requests import agent_payload, wrong_with_graph
+from api.run_models import AgentInput, PromptInput, RunBody, StepBody, ToolInput
+from api.words import MOST_NAMES_TOLD, quoted, some
 from config import Limits, Settings
 from errors import TooLarge
 from queries.runs import NewStep
 from runs.formats import FormatRefused, check_format
 from runs.graph import CycleFound, topological_order
 from runs.names import StepRefused, kind_of
-from runs.templates import Reference, TemplateError, references, templated
+from runs.templates import TEMPLATED_PART, Reference, TemplateError, references, templated
 
-LONGEST_QUOTE = 80  # of a name that somebody sent
-MOST_NAMES_TOLD = 40  # of a cycle, or of tools
 OUTPUTS_OF_APPROVAL = ("approved", "feedback")
 
 Place = tuple[int | str, ...]
@@ -42,10 +42,10 @@ def planned_steps(body: RunBody, settings: Settings) -> list[NewStep]:
     except CycleFound as found:
         _stop_at([_of_cycle(body.steps, found.cycle)])
         raise
-    return [_new_step(steps[name]) for name in order]
+    return [_new_step(steps[name], settings) for name in order]
 
 
-def _new_step(step: StepBody) -> NewStep:
+def _new_step(step: StepBody, settings: Settings) -> NewStep:
     kind, route = kind_of(step.name, step.input), "none"
     payload = step.input
     if kind == "prompt":
@@ -53,6 +53,9 @@ def _new_step(step: StepBody) -> NewStep:
         route = payload.pop("route", "auto")
     elif kind == "tool":
         payload = {"args": {}, **payload}
+    elif kind == "agent":
+        job = AgentInput.model_validate(payload)
+        payload, route = agent_payload(job, settings), job.route
     return NewStep(
         name=step.name,
         kind=kind,
@@ -75,15 +78,6 @@ def _blame(place: Place, message: str) -> Blame:
         "msg": message,
         "ctx": {"error": message},
     }
-
-
-def _quoted(text: str) -> str:
-    return text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]}…"
-
-
-def _some(names: list[str]) -> str:
-    left_out = len(names) - MOST_NAMES_TOLD
-    return ", ".join(names[:MOST_NAMES_TOLD]) + (f" and {left_out} more" if left_out > 0 else "")
 
 
 # --- the run as a whole ----------------------------------------------------------------------
@@ -129,7 +123,7 @@ def _of_needs(steps: list[StepBody]) -> Iterator[Blame]:
         for entry, name in enumerate(step.needs):
             place = ("steps", number, "dependsOn", entry)
             if name not in names:
-                yield _blame(place, f"there is no step {_quoted(name)}")
+                yield _blame(place, f"there is no step {quoted(name)}")
             elif name in seen:
                 yield _blame(place, f"{name} stands here twice")
             seen.add(name)
@@ -168,6 +162,8 @@ class StepChecks:
                 yield from self._of_prompt(place, PromptInput.model_validate(given))
             elif kind == "tool":
                 yield from self._of_tool(place, ToolInput.model_validate(given))
+            elif kind == "agent":
+                yield from self._of_agent(place, AgentInput.model_validate(given))
         except ValidationError as refused:
             for error in refused.errors(include_url=False):
                 yield {**error, "loc": ("body", *place, *error["loc"])}
@@ -182,11 +178,15 @@ class StepChecks:
     def _of_tool(self, place: Place, given: ToolInput) -> Iterator[Blame]:
         tools = sorted(self._settings.tools)
         if given.tool not in tools:
-            message = f"there is no tool {_quoted(given.tool)}; there are: {_some(tools)}"
+            message = f"there is no tool {quoted(given.tool)}; there are: {some(tools)}"
             yield _blame((*place, "tool"), message)
 
+    def _of_agent(self, place: Place, given: AgentInput) -> Iterator[Blame]:
+        if wrong := wrong_with_graph(given.graph, self._settings):
+            yield _blame((*place, "graph"), wrong)
+
     def _of_templates(self, place: Place, kind: str, step: StepBody) -> Iterator[Blame]:
-        place = (*place, *{"prompt": ("prompt",), "tool": ("args",)}.get(kind, ()))
+        place = (*place, *filter(None, [TEMPLATED_PART.get(kind)]))
         try:
             found = references(templated(kind, step.input))
         except TemplateError as refused:
@@ -199,7 +199,7 @@ class StepChecks:
         needs = frozenset(step.needs)
         for reference in found:
             if wrong := self._wrong_with(reference, step, needs):
-                yield _blame(place, f"{{{{ {_quoted(str(reference))} }}}}: {wrong}")
+                yield _blame(place, f"{{{{ {quoted(str(reference))} }}}}: {wrong}")
 
     def _wrong_with(
         self, reference: Reference, step: StepBody, needs: frozenset[str]

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 from api.models import (
+    AgentJob,
     Body,
     Json,
     Prompt,
@@ -19,6 +20,7 @@ from api.models import (
     task_error,
 )
 from states import Status
+from views import approval
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,254}")
 
@@ -65,6 +67,12 @@ class PromptInput(Body):
     format: dict[str, Any] | None = None
 
 
+class AgentInput(AgentJob):
+    """The input of a step agent_call."""
+
+    route: Literal["auto", "local", "cloud"] = "auto"
+
+
 class ToolInput(Body):
     """The input of a step tool_call."""
 
@@ -86,6 +94,7 @@ class RunStep(BaseModel):
     input: Any
     result: Any
     result_left_out: bool = Field(description="too much for this answer: see GET /tasks/{id}")
+    approval: Any = Field(description='{"artefact", "asks"} while an agent job waits for a person')
     error: TaskError | None
     retry_count: int
     delivery_count: int
@@ -167,6 +176,7 @@ def step_view(row: dict[str, Any]) -> RunStep:
         name=row["step"],
         input=row["payload"],
         error=task_error(row),
+        approval=approval(row),
         **{column: row[column] for column in STEP_AS_STORED},
         **_times(row, "started_at", "finished_at"),
     )

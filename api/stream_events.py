@@ -15,7 +15,7 @@ from queries.events import Batch, Position
 
 @dataclass(frozen=True)
 class StreamEvent:
-    """A snapshot, transition, token or end; only transitions carry a cursor."""
+    """A snapshot, transition, node, token or end; only transitions carry a cursor."""
 
     name: str
     data: dict[str, Any]

@@ -2,7 +2,7 @@
 
 A lone request is written at once; while it is, others gather and go together. What is
 acknowledged is committed. One item that is bad, or whose key another transaction holds, is
-tried again alone and holds up no other.
+tried again alone and holds up no other. One with a name goes alone at once: it may well be taken.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 LARGEST_BATCH = 200
 MOST_WAITING = 10_000
+TOO_MANY = f"{MOST_WAITING} submissions are waiting already; try again shortly"
 # A batch, and then each of its items alone, waits so long for a key that another transaction
 # holds; who waits longer does it in few threads, where only his like wait with him.
 IMPATIENT_SECONDS = 0.1
@@ -47,6 +48,7 @@ class SubmitWriter:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._waiting: queue.Queue[Item | None] = queue.Queue(MOST_WAITING)
+        self._places_for_named = threading.BoundedSemaphore(MOST_WAITING)
         self._thread = threading.Thread(target=self._write_all, name="submit-writer", daemon=True)
         self._alone = ThreadPoolExecutor(THREADS_FOR_LONE_ITEMS, "submit-alone")
         self._patient = ThreadPoolExecutor(THREADS_FOR_BLOCKED_ITEMS, "submit-blocked")
@@ -62,14 +64,18 @@ class SubmitWriter:
         self._patient.shutdown()
 
     async def submit(self, task: NewTask) -> Submitted:
-        """Return when the task is committed; raises KeyReused or DatabaseUnavailable."""
+        """Return when it is committed; raises KeyReused, NameInUse or DatabaseUnavailable."""
         stored: Future[Submitted] = Future()
-        try:
-            self._waiting.put_nowait((task, stored))
-        except queue.Full:
-            raise DatabaseUnavailable(
-                f"{MOST_WAITING} submissions are waiting already; try again shortly"
-            ) from None
+        if task.name is None:
+            try:
+                self._waiting.put_nowait((task, stored))
+            except queue.Full:
+                raise DatabaseUnavailable(TOO_MANY) from None
+        else:
+            if not self._places_for_named.acquire(blocking=False):
+                raise DatabaseUnavailable(TOO_MANY)
+            stored.add_done_callback(lambda _: self._places_for_named.release())
+            self._alone.submit(self._write_alone, (task, stored))
         # Shielded: a client that hangs up must not take back what is being written.
         return await asyncio.shield(asyncio.wrap_future(stored))
 

@@ -14,7 +14,7 @@ from execution.errors import CallEnded, Failure, Permanent
 from execution.text import storable
 from execution.tools.threads import in_thread
 from queries.leases import ClaimedTask, Outcome
-from runs.templates import TemplateError, as_text, fill
+from runs.templates import TemplateError, filled_text
 
 
 async def run_prompt(
@@ -113,11 +113,6 @@ def _prompt_of(task: ClaimedTask, max_bytes: int) -> str:
     if task.run_id is None:
         return prompt
     try:
-        filled = as_text(fill(prompt, task.outputs, max_bytes))
+        return filled_text(task.kind, task.payload, task.outputs, max_bytes)
     except TemplateError as refused:
         raise Permanent(str(refused)) from refused
-    if (size := len(filled.encode(errors="surrogatepass"))) > max_bytes:
-        raise Permanent(
-            f"the prompt, filled in, is {size} bytes long; limits.max_prompt_bytes is {max_bytes}"
-        )
-    return filled

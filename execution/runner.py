@@ -12,10 +12,12 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 
 from config import Settings
 from execution.backends import backend_of
+from execution.callback import run_callback
 from execution.errors import CallEnded, Failure, Outage, Permanent
 from execution.prompt import run_prompt
 from execution.refusals import MOST_REFUSALS, Refusals
@@ -127,6 +129,11 @@ class Runner:
             outcome = Outcome("deadline", error=f"it ran longer than {seconds:g} s", route=route)
         except asyncio.CancelledError:
             outcome = Outcome("released")
+        if task.kind == "callback":
+            own = self._settings.callbacks
+            outcome = replace(
+                outcome, max_retry=own.max_retry, max_delay_seconds=own.max_delay_seconds
+            )
         self._running.pop(task.lease, None)
         self._finished.put((task.lease, outcome))
         self._on_finished()
@@ -200,6 +207,8 @@ class Runner:
             return run_prompt(task, route, self._backends[route], self._settings, tell)
         if task.kind == "tool":
             return self._tools.run(task)
+        if task.kind == "callback":
+            return run_callback(task, self._settings)
         raise Permanent(f"this worker does not know tasks of kind {task.kind!r}; update it")
 
     # --- routes whose server is away -----------------------------------------------------------

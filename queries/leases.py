@@ -19,6 +19,7 @@ from typing import Any, Literal
 from config import Retry
 from connection import Connection, Row, fetch, transaction
 from queries.steps import end_steps, lock_runs
+from queries.webhooks import Message
 from runs.templates import Reference
 
 Verdict = Literal[
@@ -59,6 +60,7 @@ class ClaimedTask:
     step: str | None = None  # its name in its run
     gate: Mapping[str, Any] | None = None  # what a job asked when it was parked, and the answer
     outputs: Mapping[Reference, Any] = field(default_factory=dict)  # that its payload refers to
+    message: Message | None = None  # of a callback: what it brings
 
     @property
     def task_id(self) -> int:

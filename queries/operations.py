@@ -11,8 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from connection import Connection, Cursor, Row, fetch, transaction
-from db import NewTask, Submitted, referred_to, submit_tasks_in_tx
-from errors import KeyReused, NotFound, StateConflict
+from db import NewTask, Submitted, referred_to, submit_tasks_in_tx, taken_name_told
+from errors import (
+    FieldRefused,
+    KeyReused,
+    NameInUse,
+    NotFound,
+    StateConflict,
+)
 from queries.steps import end_steps, lock_runs, revive_run
 from states import Kind, Status
 
@@ -32,34 +38,51 @@ def submit_batch(conn: Connection, tasks: Sequence[NewTask]) -> list[Submitted]:
     """Create all of these tasks or none; in order. The first bears the Idempotency-Key of all.
 
     When the key made a batch before, that one's tasks are the answer; KeyReused if it came with
-    another body. Of two that come at once with one key, the second waits for the first.
+    another body. Of two that come at once with one key, the second waits for the first. NameInUse
+    if one of the tasks has the name of another that has not ended.
     """
+    first, *rest = tasks
+    batch = [first, *(replace(task, is_behind_first=True) for task in rest)]
     while True:
-        with transaction(conn) as cursor:
-            if first := submit_tasks_in_tx(cursor, tasks[:1]):
-                rest = [replace(task, batch_id=first[0].task_id) for task in tasks[1:]]
-                return first + submit_tasks_in_tx(cursor, rest)
-        # The key is taken. Its holder may have rolled back meanwhile: then insert again.
-        if before := _batch_of_key(conn, tasks[0]):
+        if before := _batch_of_key(conn, first):
             return before
+        try:
+            with transaction(conn) as cursor:
+                stored = submit_tasks_in_tx(cursor, batch)
+                if len(stored) < len(batch):
+                    raise _KeyTaken
+                return stored
+        except _KeyTaken:
+            pass  # by a holder who may have rolled back meanwhile: look again, then insert again
+        except NameInUse:
+            # Of two that come at once with one key, the second may meet the first's names first.
+            if before := _batch_of_key(conn, first):
+                return before
+            raise
+
+
+class _KeyTaken(Exception):
+    """Nothing of the batch is to be stored."""
 
 
 BATCH_OF_KEY = """
 WITH first AS (
-    SELECT task_id, status, request_hash
+    SELECT task_id, name, status, request_hash
     FROM tasks
     WHERE tenant = %(tenant)s AND idempotency_scope = %(scope)s AND idempotency_key = %(key)s
 )
-SELECT task_id, status::text, encode(request_hash, 'hex') AS request_hash
+SELECT task_id, name, status::text, encode(request_hash, 'hex') AS request_hash
 FROM first
 UNION ALL
-SELECT t.task_id, t.status::text, encode(first.request_hash, 'hex')
+SELECT t.task_id, t.name, t.status::text, encode(first.request_hash, 'hex')
 FROM first JOIN tasks t ON t.batch_id = first.task_id
 ORDER BY task_id
 """
 
 
 def _batch_of_key(conn: Connection, first: NewTask) -> list[Submitted]:
+    if first.idempotency_key is None:
+        return []
     rows = fetch(
         conn,
         BATCH_OF_KEY,
@@ -71,7 +94,7 @@ def _batch_of_key(conn: Connection, first: NewTask) -> list[Submitted]:
     )
     if rows and first.request_hash != bytes.fromhex(rows[0]["request_hash"]):
         raise KeyReused()
-    return [Submitted(row["task_id"], row["status"], replayed=True) for row in rows]
+    return [Submitted(row["task_id"], row["status"], True, row["name"]) for row in rows]
 
 
 # --- one task --------------------------------------------------------------------------------
@@ -79,7 +102,7 @@ def _batch_of_key(conn: Connection, first: NewTask) -> list[Submitted]:
 # By number, or by name: then the newest that bears it.
 FIND_TASK = """
 SELECT task_id, coalesce(name, task_id::text) AS shown_as, name, kind, status::text, reason,
-       parent_id AS run_id
+       parent_id AS run_id, gate ->> 'artefact' AS artefact
 FROM tasks
 WHERE (%(tenant)s::text IS NULL OR tenant = %(tenant)s)
   AND (task_id = %(number)s::bigint OR name = %(name)s::text)
@@ -90,8 +113,8 @@ LIMIT 1
 
 
 def find_task(conn: Connection, tenant: str | None, reference: str) -> Row:
-    """Number, name, kind, status, reason and run of the tenant's task (None: of any tenant's);
-    NotFound otherwise."""
+    """Number, name, kind, status, reason, run and artefact of the tenant's task (None: of any
+    tenant's); NotFound otherwise."""
     rows = fetch(conn, FIND_TASK, referred_to(tenant, reference))
     if not rows:
         raise NotFound()
@@ -163,24 +186,66 @@ RETURNING task_id, parent_id AS run_id, status::text
 """
 
 
+# AWAITING_APPROVAL -> PENDING (approved, rejected), due now: an agent job, which is told by whoever
+# claims it. A decision about an artefact finds only that one waiting.
+DECIDE_JOB = """
+UPDATE tasks
+SET status = 'PENDING',
+    reason = CASE WHEN %(approved)s THEN 'approved' ELSE 'rejected' END,
+    gate = gate || jsonb_build_object('decision', jsonb_build_object(
+        'approved', %(approved)s, 'feedback', %(feedback)s::text)),
+    due = true,
+    available_at = current_instant(),
+    updated_at = current_instant()
+WHERE task_id = %(task_id)s AND status = 'AWAITING_APPROVAL' AND kind = 'agent'
+  AND (%(artefact)s::text IS NULL OR gate ->> 'artefact' = %(artefact)s)
+RETURNING task_id, parent_id AS run_id, status::text
+"""
+
+DECIDE = {Kind.APPROVAL: DECIDE_APPROVAL, Kind.AGENT: DECIDE_JOB}
+
+
 def approve_task(
-    conn: Connection, tenant: str, reference: str, approved: bool, feedback: str | None
+    conn: Connection,
+    tenant: str,
+    reference: str,
+    approved: bool,
+    feedback: str | None,
+    artefact: str | None = None,
 ) -> Changed:
-    """Decide what waits for a person; NotFound, or StateConflict when it does not wait."""
+    """Decide what waits for a person; NotFound, or StateConflict when it does not wait.
+
+    An approval step ends; an agent job goes on as soon as a worker has it. With an artefact, it is
+    decided only if that is what it asks about.
+    """
+    decision = {"approved": approved, "feedback": feedback, "artefact": artefact}
     while True:
         task = find_task(conn, tenant, reference)
-        if task["status"] != Status.AWAITING_APPROVAL or task["kind"] != Kind.APPROVAL:
-            raise StateConflict(
-                f"task {task['shown_as']} is {task['status']}; "
-                "only a task that waits for approval can be approved or rejected"
-            )
+        _check_decision(task, artefact)
         with transaction(conn) as cursor:
             _lock_run_of(cursor, task)
-            decision = {"approved": approved, "feedback": feedback}
-            if row := _change(cursor, DECIDE_APPROVAL, task, tenant, **decision):
+            statement = DECIDE[Kind(task["kind"])]
+            if row := _change(cursor, statement, task, tenant, **decision):
                 end_steps(cursor, [row])
                 return _changed(task, row)
         # Somebody else decided between the two statements: look again, to say so.
+
+
+def _check_decision(task: Row, artefact: str | None) -> None:
+    """Say why the task cannot be decided now; whether it can, its statement says."""
+    name = task["shown_as"]
+    if artefact is not None and task["kind"] != Kind.AGENT:
+        raise FieldRefused("artefact", f"only an agent job has one, and task {name} is none")
+    if task["status"] != Status.AWAITING_APPROVAL or task["kind"] not in DECIDE:
+        raise StateConflict(
+            f"task {name} is {task['status']}; "
+            "only a task that waits for approval can be approved or rejected"
+        )
+    if artefact not in (None, task["artefact"]):
+        raise StateConflict(
+            f"what task {name} asks has changed since; look at state.approval of GET /tasks/{name}",
+            "artefact",
+        )
 
 
 # FAILED -> PENDING (requeued), due now, as if it had never been tried; an approval that was
@@ -210,7 +275,7 @@ def requeue_task(conn: Connection, tenant: str, reference: str) -> Changed:
     """Give a dead letter a new life, or a rejected approval another decision.
 
     A step takes along the descendants that its death alone had cancelled. NotFound, or
-    StateConflict when it is not FAILED, or its run was cancelled.
+    StateConflict when it is not FAILED, its run was cancelled, or its name another's by now.
     """
     while True:
         task = find_task(conn, tenant, reference)
@@ -221,7 +286,9 @@ def requeue_task(conn: Connection, tenant: str, reference: str) -> Changed:
             )
         with transaction(conn) as cursor:
             _refuse_if_cancelled(_lock_run_of(cursor, task))
-            if row := _change(cursor, REQUEUE_IF_DEAD, task, tenant):
+            with taken_name_told():
+                row = _change(cursor, REQUEUE_IF_DEAD, task, tenant)
+            if row:
                 if row["run_id"]:
                     revive_run(cursor, row["run_id"], row["task_id"])
                 return _changed(task, row)

@@ -206,19 +206,23 @@ found AS (
 ),
 measured AS (
     SELECT t.task_id,
-           sum(coalesce(t.result_bytes, pg_column_size(t.result), 0)) OVER (ORDER BY t.task_id)
-               <= %(most_bytes)s AS has_room
+           sum(coalesce(t.result_bytes, pg_column_size(t.result), pg_column_size(t.gate), 0))
+               OVER (ORDER BY t.task_id) <= %(most_bytes)s AS has_room
     FROM found JOIN tasks t USING (task_id)
 )
 SELECT t.task_id, t.tenant, t.step, t.kind,
        CASE WHEN t.kind = 'run' AND t.status = 'BLOCKED' THEN 'RUNNING'
             ELSE t.status::text END AS status,
        t.reason, t.cancel_requested,
-       CASE WHEN t.kind = 'prompt' AND t.requested_route <> 'auto'
+       CASE WHEN t.kind IN ('prompt', 'agent') AND t.requested_route <> 'auto'
             THEN t.payload || jsonb_build_object('route', t.requested_route)
             ELSE t.payload END AS payload,
        CASE WHEN m.has_room THEN t.result END AS result,
-       t.result IS NOT NULL AND NOT m.has_room AS result_left_out,
+       (t.result IS NOT NULL OR t.status = 'AWAITING_APPROVAL' AND t.gate IS NOT NULL)
+           AND NOT m.has_room AS result_left_out,
+       CASE WHEN t.status <> 'AWAITING_APPROVAL' THEN NULL
+            WHEN m.has_room THEN t.gate
+            ELSE t.gate - 'asks' END AS gate,
        t.last_error, t.retry_count, t.delivery_count, t.attempt, t.worker, t.duration_seconds,
        CASE WHEN t.kind <> 'run' THEN waiting_for(t, %(present_seconds)s) END AS waiting_for,
        t.created_at, t.available_at, t.started_at, t.finished_at,

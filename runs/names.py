@@ -8,9 +8,11 @@ from typing import Any
 
 LLM, TOOL, AGENT, APPROVAL = "llm_call", "tool_call", "agent_call", "approval"
 PREFIXES = (LLM, TOOL, AGENT, APPROVAL)
-KIND_OF_PREFIX = {LLM: "prompt", TOOL: "tool", APPROVAL: "approval"}
+KIND_OF_PREFIX = {LLM: "prompt", TOOL: "tool", AGENT: "agent", APPROVAL: "approval"}
 # The field of the input that makes a step of that kind what it is.
-ESSENCE = {"prompt": "prompt", "tool": "tool"}
+ESSENCE = {"prompt": "prompt", "tool": "tool", "agent": "task"}
+# Of these kinds is a step without a prefix, by that field.
+KINDS_WITHOUT_PREFIX = ("prompt", "tool")
 
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -24,7 +26,7 @@ class StepRefused(ValueError):
 
 
 def kind_of(name: str, given: Mapping[str, Any]) -> str:
-    """The kind (prompt, tool, approval) of the step `name` whose input is `given`.
+    """The kind (prompt, tool, agent, approval) of the step `name` whose input is `given`.
 
     The prefix says it, else the input does. Raises StepRefused.
     """
@@ -32,11 +34,9 @@ def kind_of(name: str, given: Mapping[str, Any]) -> str:
     if not PLAIN_NAME.fullmatch(plain) or (dot and prefix not in PREFIXES):
         raise StepRefused(
             "name",
-            "it is to be 1 to 64 of A-Z a-z 0-9 _ -, with llm_call. tool_call. or approval. "
-            "before it, or nothing",
+            "it is to be 1 to 64 of A-Z a-z 0-9 _ -, with llm_call. tool_call. agent_call. or "
+            "approval. before it, or nothing",
         )
-    if prefix == AGENT:
-        raise StepRefused("name", "this version has no agent steps yet; use llm_call")
     if not dot:
         return _kind_of_plain(plain, given)
     kind = KIND_OF_PREFIX[prefix]
@@ -48,7 +48,7 @@ def _kind_of_plain(name: str, given: Mapping[str, Any]) -> str:
     if name in PREFIXES:
         # {{ llm_call.output }} could mean this one, or a step llm_call.output
         raise StepRefused("name", "it is a prefix, and no name by itself; use another one")
-    kinds = [kind for kind, field in ESSENCE.items() if field in given]
+    kinds = [kind for kind in KINDS_WITHOUT_PREFIX if ESSENCE[kind] in given]
     if len(kinds) != 1:
         found = (
             "both input.prompt and input.tool" if kinds else "neither input.prompt nor input.tool"
@@ -56,7 +56,7 @@ def _kind_of_plain(name: str, given: Mapping[str, Any]) -> str:
         raise StepRefused(
             "name",
             f"no telling what kind it is: there is {found}; begin the name with llm_call. "
-            "tool_call. or approval.",
+            "tool_call. agent_call. or approval.",
         )
     return kinds[0]
 

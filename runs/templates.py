@@ -92,12 +92,32 @@ def fill(value: Any, outputs: Mapping[Reference, Any], max_bytes: int | None = N
     return filled[0]
 
 
+# The part of a step's payload in which templates are filled in; of an approval, all of it.
+TEMPLATED_PART = {"prompt": "prompt", "tool": "args", "agent": "task"}
+
+
 def templated(kind: str, payload: Any) -> Any:
-    """The part of a step's payload in which templates are filled in."""
+    """What of a step's payload may hold templates."""
     if kind == "approval":
         return payload
-    part = {"prompt": "prompt", "tool": "args"}.get(kind)
+    part = TEMPLATED_PART.get(kind)
     return payload.get(part) if part and isinstance(payload, Mapping) else None
+
+
+def filled_text(
+    kind: str, payload: Mapping[str, Any], outputs: Mapping[Reference, Any], max_bytes: int
+) -> str:
+    """The text that a model is asked, in a step of a run: its prompt, or an agent job's task.
+
+    TemplateError if it cannot be filled in, or has more than `max_bytes` then.
+    """
+    filled = as_text(fill(templated(kind, payload), outputs, max_bytes))
+    if (size := len(filled.encode(errors="surrogatepass"))) > max_bytes:
+        raise TemplateError(
+            f"the {TEMPLATED_PART[kind]}, filled in, is {size} bytes long; "
+            f"limits.max_prompt_bytes is {max_bytes}"
+        )
+    return filled
 
 
 def as_text(value: Any) -> str:

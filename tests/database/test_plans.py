@@ -23,6 +23,7 @@ from queries import (
     checkpoints,
     claims,
     events,
+    jobs,
     leases,
     listings,
     operations,
@@ -70,6 +71,7 @@ SAMPLES: dict[str, Any] = {
     "approved": True,
     "payload": "{}",
     **dict.fromkeys(("limit", "most", "slots", "sweep_limit", "depth_limit", "most_bytes"), 4),
+    "longest_text": 40,
     **dict.fromkeys(("max_retry", "max_delivery", "max_delay_seconds"), 3),
     **dict.fromkeys(("lease_seconds", "spread_seconds", "present_seconds", "delay_seconds"), 1.0),
     **dict.fromkeys(("tenant", "name", "worker", "after_tenant", "scope", "key", "prompt"), "x"),
@@ -79,6 +81,7 @@ SAMPLES: dict[str, Any] = {
     "block": 1,
     **dict.fromkeys(("key_id", "path"), "x"),
     **dict.fromkeys(("secret_hash", "ticket_hash"), b"x"),
+    "secret": b"x",
     "seconds": 1.0,
 }
 
@@ -95,7 +98,10 @@ def explain(conn: Connection, text: str, values: dict[str, Any]) -> None:
         sql(conn, one if is_setting else "EXPLAIN " + one, **values)
 
 
-OWN_SAMPLES = {"READ_EVENTS": {"before": A_SNAPSHOT, "now": A_SNAPSHOT}}
+OWN_SAMPLES = {
+    "READ_EVENTS": {"before": A_SNAPSHOT, "now": A_SNAPSHOT},
+    "LIST_STATES": {"before": "c"},
+}
 
 
 @pytest.mark.parametrize("name", statements())
@@ -175,26 +181,36 @@ FROM generate_series(1, 40) AS run CROSS JOIN generate_series(1, 100) AS n;
 INSERT INTO step_edges (task_id, needs)
 SELECT task_id, task_id - 1 FROM tasks WHERE tenant = 'tenant-8' AND step <> 'step-1';
 INSERT INTO tasks (task_id, kind, payload, status, reason, due, result, finished_at)
-SELECT 3000000 + n, 'agent', '{"task": "t"}', 'SUCCEEDED', 'succeeded', false, '{}',
+SELECT 4000000 + n, 'agent', '{"task": "t"}', 'SUCCEEDED', 'succeeded', false, '{}',
        current_instant() - interval '40 days'
 FROM generate_series(1, 10000) AS n;
 INSERT INTO checkpoints (thread_id, checkpoint_id, checkpoint)
-SELECT 3000000 + n, c, jsonb_build_object('channel_versions', jsonb_build_object('notes', c::text))
+SELECT 4000000 + n, c, jsonb_build_object('channel_versions', jsonb_build_object('notes', c::text))
 FROM generate_series(1, 10000) AS n CROSS JOIN generate_series(1, 6) AS c;
 INSERT INTO checkpoint_blobs (thread_id, channel, version, type)
-SELECT 3000000 + n, 'notes', c, 'null'
+SELECT 4000000 + n, 'notes', c, 'null'
 FROM generate_series(1, 10000) AS n CROSS JOIN generate_series(1, 6) AS c;
 INSERT INTO checkpoint_writes (thread_id, checkpoint_id, task_id, idx, channel, blob)
-SELECT 3000000 + n, c, 'x', 0, 'notes', ''
+SELECT 4000000 + n, c, 'x', 0, 'notes', ''
 FROM generate_series(1, 10000) AS n CROSS JOIN generate_series(1, 6) AS c;
 INSERT INTO job_states (
     task_id, checkpoint_id, attempt, nodes, next_nodes, graph_version, state, prompt_tokens,
     completion_tokens)
-SELECT 3000000 + n, c, 1, '{}', '{}', 'v', '{}', 0, 0
+SELECT 4000000 + n, c, 1, '{}', '{}', 'v', '{}', 0, 0
 FROM generate_series(1, 10000) AS n CROSS JOIN generate_series(1, 6) AS c;
 INSERT INTO model_calls (task_id, node, node_run, ordinal, reserved_tokens)
-SELECT 3000000 + n, 'note', c, 0, 1
+SELECT 4000000 + n, 'note', c, 0, 1
 FROM generate_series(1, 10000) AS n CROSS JOIN generate_series(1, 6) AS c;
+INSERT INTO tasks (task_id, kind, tenant, payload, status, reason, due, gate, name)
+SELECT 3000000 + n, 'agent', 'tenant-9', '{"task": "t"}', 'AWAITING_APPROVAL', 'parked', false,
+       '{"artefact": "x", "asks": 1}', 'job-' || n
+FROM generate_series(1, 1000) AS n;
+INSERT INTO job_states (
+    task_id, checkpoint_id, attempt, nodes, next_nodes, graph_version, state, prompt_tokens,
+    completion_tokens)
+SELECT 3000000 + n, 'c-' || 1000 + step, 1, '{coder}', '{reviewer}', 'v1',
+       jsonb_build_object('revisions', step, 'code', repeat('x', 200)), step, step
+FROM generate_series(1, 1000) AS n CROSS JOIN generate_series(1, 50) AS step;
 ALTER TABLE tasks ENABLE TRIGGER USER;
 INSERT INTO audit_log (root_id, task_id, tenant, to_status, reason, attempt)
 SELECT task_id, task_id, tenant, status, reason, 1 FROM tasks CROSS JOIN generate_series(1, 2)
@@ -204,6 +220,7 @@ SELECT parent_id, parent_id, task_id, step, tenant, status, reason, 1 FROM tasks
 WHERE parent_id IS NOT NULL;
 """
 
+A_JOB = 3_000_500  # of a thousand alike: with 50 checkpoints, and it waits for a person
 A_RUN = 1_020_000  # of forty alike: 400 steps have succeeded, each of 500 needs two others
 ENDED_RUNS = [2_001_000, 2_002_000]  # of forty alike, with 100 steps each
 
@@ -214,12 +231,12 @@ def full(request: pytest.FixtureRequest, server_url: str) -> Iterator[Connection
     with fresh_database(server_url) as url:
         with administrator(url) as cursor:
             cursor.execute("ALTER TABLE tasks SET (autovacuum_enabled = false)")
-            cursor.execute("ANALYZE tasks, audit_log, step_edges")
+            cursor.execute("ANALYZE tasks, audit_log, step_edges, job_states")
             cursor.execute(FILL)
             # Only a purge reads what jobs leave behind, once a day: long after autovacuum did.
             cursor.execute(f"ANALYZE {', '.join(OF_JOBS)}")
             if request.param == "fresh":
-                cursor.execute("ANALYZE tasks, audit_log, step_edges")
+                cursor.execute("ANALYZE tasks, audit_log, step_edges, job_states")
         with contextlib.closing(db.connect(url, settings_for(url).database, "test")) as conn:
             yield conn
 
@@ -290,7 +307,8 @@ def of_the_api(here: events.Position) -> dict[str, Ask]:
     now = {"root_id": 4711, "before": here.now, "now": here.now, "last_id": 0, "most": 500}
     old = {**now, "before": A_SNAPSHOT, "now": A_SNAPSHOT}
     submit = {"tasks": json.dumps(SUBMIT)}
-    decide = {"task_id": 60_000, "approved": True, "feedback": None}
+    decide = {"task_id": 60_000, "approved": True, "feedback": None, "artefact": "x"}
+    job = {"number": A_JOB, "name": None, "task_id": A_JOB, "limit": 20, "longest_text": 40}
     return {
         "submit 20": (db.SUBMIT_TASKS, submit, 1000, 20),
         "the tasks of 20 keys": (db.FIRST_OF_KEYS, submit, 160, 20),
@@ -298,6 +316,9 @@ def of_the_api(here: events.Position) -> dict[str, Ask]:
         "get by name": (db.GET_TASK, by_name, 120, 1),
         "find by number": (operations.FIND_TASK, by_number, 20, 1),
         "find by name": (operations.FIND_TASK, by_name, 20, 1),
+        "get a job": (db.GET_TASK, {**job, **listed, "tenant": "tenant-9"}, 120, 1),
+        "the checkpoints of a job": (jobs.LIST_STATES, {**job, "before": "c-1040"}, 60, 0),
+        "decide a job": (operations.DECIDE_JOB, {**job, **decide, "task_id": A_JOB}, 60, 0),
         "the batch of a key": (operations.BATCH_OF_KEY, batch, 20, 1),
         "cancel": (operations.CANCEL_UNLESS_FINAL, {"task_id": 60_000}, 60, 0),
         "requeue": (operations.REQUEUE_IF_DEAD, {"task_id": 100}, 60, 0),
@@ -344,8 +365,8 @@ def of_retention() -> dict[str, Ask]:
     tasks = {"after": 20_000, "last_id": 21_000, "cutoff": "2100-01-01", "batch_rows": 200}
     ended = {**tasks, "after": 2_000_000, "last_id": 2_010_000}
     look = {"after": 20_000, "cutoff": "2100-01-01", "page_rows": 1000}
-    jobs = {"days": 30, "after_thread": "3004", "batch_rows": 20}
-    job_ids = {"task_ids": list(range(3_002_000, 3_002_020))}
+    jobs = {"days": 30, "after_thread": "4004", "batch_rows": 20}
+    job_ids = {"task_ids": list(range(4_002_000, 4_002_020))}
     return {
         "the next page": (retention.NEXT_PAGE, look, 60, 0),
         "delete 200 tasks": (retention.DELETE_LONE_TASKS, tasks, 2500, 1000),
@@ -425,6 +446,8 @@ NOT_HOT = {
     "CREATE_TICKET": "inserts one row",
     "FORGET_TICKETS": "ten rows; there are as many as streams were opened within a minute",
     "FIND_TICKET": "two rows by their keys",
+    "READ_SENDER": "one row by its key, and whether there is any",
+    "STORE_SENDER": "one row by its key",
     "FORGET_WORKERS": "there are as many rows as workers",
     "REPORT_WORKER": "there are as many rows as workers",
 }

@@ -22,8 +22,8 @@ FIELDS = {
     "task_id", "status", "result", "id", "tenant", "kind", "error", "route", "model", "cost",
     "prompt_tokens", "completion_tokens", "truncated", "duration_seconds", "retry_count",
     "delivery_count", "attempt", "priority", "run_id", "step", "state", "waiting_for", "worker",
-    "lease_expires_at", "cancel_requested", "metadata", "created_at", "available_at",
-    "started_at", "finished_at",
+    "lease_expires_at", "cancel_requested", "callback_url", "metadata", "created_at",
+    "available_at", "started_at", "finished_at",
 }  # fmt: skip
 TIMES = ("lease_expires_at", "created_at", "available_at", "started_at", "finished_at")
 

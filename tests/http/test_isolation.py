@@ -24,11 +24,11 @@ from db import Connection
 from main import create_app
 from tests.conftest import settings_for
 from tests.http.conftest import NO_MODEL
-from tests.support import rows
+from tests.support import jobs, rows
 from tests.support.client import refused
 from tests.support.keys import KeyHolder, holder, revoke
 from tests.support.processes import Api, Processes, eventually
-from tests.support.run_client import approval, tool
+from tests.support.run_client import agent, approval, tool
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ class Call:
 
 
 APP = create_app(settings_for("postgresql://nobody@127.0.0.1:9/nothing"))
-TASKS = ("task", "step", "approval", "dead", "name")
+TASKS = ("task", "step", "approval", "dead", "name", "job", "parked step")
 CALLS: dict[str, Call] = {
     "GET /": Call(),
     "GET /healthz": Call(),
@@ -59,11 +59,13 @@ CALLS: dict[str, Call] = {
     "GET /metrics": Call(shows=("by_status", "cost_by_route", "avg_retry", "reclaimed_count")),
     "GET /stats": Call(shows=("depth", "delayed", "running", "dead_letters")),
     "POST /tasks": Call({"prompt": "x"}),
+    "POST /tasks (agent job)": Call({"task": "x"}),
     "GET /tasks": Call(lists="tasks"),
     "POST /tasks/batch": Call({"tasks": [{"prompt": "x"}]}),
     "GET /tasks/{task_id}": Call(foreign=TASKS),
     "DELETE /tasks/{task_id}": Call(foreign=TASKS),
     "GET /tasks/{task_id}/audit": Call(foreign=TASKS),
+    "GET /tasks/{task_id}/checkpoints": Call(foreign=TASKS),
     "GET /tasks/{task_id}/events": Call(foreign=TASKS),
     "POST /tasks/{task_id}/approve": Call(foreign=TASKS),
     "POST /tasks/{task_id}/requeue": Call(foreign=TASKS),
@@ -116,17 +118,21 @@ class Belongings:
 
 @pytest.fixture
 def theirs(conn: Connection, module_api: Api, tenant: str) -> Belongings:
-    """A run that waits for its approval, a task, a dead letter, and a task with a name."""
+    """A run that waits for its approval and for that of a job, a task, a dead letter, a task with
+    a name, and a job that waits for a person."""
     they = holder(conn, module_api, f"{tenant}-theirs")
     task, dead, named = (they.submit() for _ in range(3))
     rows.settle(conn, rows.claim_this(conn, dead).lease, "permanent")
     name = f"name-of-{tenant}"
     rows.sql(conn, "UPDATE tasks SET name = %(name)s WHERE task_id = %(id)s", name=name, id=named)
-    run = they.submit_run(approval("approval.a"), tool("tool_call.b"))
-    waits, step = (one["task_id"] for one in run["steps"])
+    run = they.submit_run(approval("approval.a"), tool("tool_call.b"), agent("agent_call.c"))
+    waits, step, parked = (one["task_id"] for one in run["steps"])
+    jobs.park(conn, parked, {"code": "x"}, run["run_id"])
+    job, _ = jobs.parked(conn, f"{tenant}-theirs", {"code": "x"})
+    jobs.reach(conn, job, ["coder"], ["approval"], code="x")
     return Belongings(
         {"task": task, "dead": dead, "name": name, "run": run["run_id"], "approval": waits,
-         "step": step}
+         "step": step, "job": job, "parked step": parked}
     )  # fmt: skip
 
 
@@ -188,6 +194,14 @@ def test_what_is_there_is_found_by_whose_it_is(
         status, _ = send(module_api, name, theirs.of[word], key)
         assert status in (101, 200, 201, 202, 204, 409), word
     rows.sql(conn, "TRUNCATE tickets")
+
+
+def test_a_name_that_another_tenant_uses_is_free(
+    mine: KeyHolder, theirs: Belongings, conn: Connection
+) -> None:
+    body = {"task": "x", "task_id": theirs.of["name"]}
+    answer = mine.call("POST", "/tasks", json=body)
+    assert answer.status_code == 201, answer.text
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if CALLS[name].lists])

@@ -12,7 +12,7 @@ from db import Connection
 from tests.support import rows
 from tests.support.client import Client, refused
 from tests.support.processes import Api
-from tests.support.run_client import EXAMPLE, RunClient, approval, llm, tool
+from tests.support.run_client import EXAMPLE, RunClient, agent, approval, llm, tool
 from tests.support.runs import finish, take
 
 
@@ -45,7 +45,8 @@ def test_the_example_of_the_reference_is_taken_as_it_stands(
     assert fetch == {
         "name": "tool_call.fetch_data", "task_id": number + 1, "kind": "tool", "status": "PENDING",
         "dependsOn": [], "input": {"tool": "fetch_data", "args": {}}, "result": None,
-        "result_left_out": False, "error": None, "retry_count": 0, "delivery_count": 0,
+        "result_left_out": False, "approval": None, "error": None, "retry_count": 0,
+        "delivery_count": 0,
         "attempt": 0, "worker": None, "duration_seconds": None, "waiting_for": fetch["waiting_for"],
         "started_at": None, "finished_at": None,
     }  # fmt: skip
@@ -94,6 +95,12 @@ INPUTS: list[tuple[dict[str, Any], str, dict[str, Any], str]] = [
     (tool("tool_call.x"), "tool", {"tool": "echo", "args": {}}, "none"),
     ({"name": "x", "input": {"tool": "echo", "args": {"a": [1, None]}}}, "tool",
      {"tool": "echo", "args": {"a": [1, None]}}, "none"),
+    (agent("agent_call.x", task="t"), "agent",
+     {"task": "t", "graph": "team", "require_approval": False, "max_revisions": 2}, "auto"),
+    (agent("agent_call.x", task="t", graph="team", require_approval=True, max_revisions=0,
+           token_budget=9, route="local"), "agent",
+     {"task": "t", "graph": "team", "require_approval": True, "max_revisions": 0,
+      "token_budget": 9}, "local"),
     ({"name": "approval.x"}, "approval", {}, "none"),
     (approval("approval.x", text="ok?", more={"a": 1}), "approval",
      {"text": "ok?", "more": {"a": 1}}, "none"),

@@ -71,6 +71,15 @@ inputs = (
         {"tool": st.sampled_from(["echo", "sleep", "nothing"]) | values},
         optional={"args": st.dictionaries(text, templates | values, max_size=3) | values},
     )
+    | st.fixed_dictionaries(
+        {"task": templates | values},
+        optional={
+            "require_approval": st.booleans() | values,
+            "token_budget": st.integers(0, 3) | values,
+            "max_revisions": st.integers(-1, 3) | values,
+            "graph": st.sampled_from(["team", "nothing"]) | values,
+        },
+    )
     | st.dictionaries(text, templates | values, max_size=3)
 )
 steps = st.fixed_dictionaries(

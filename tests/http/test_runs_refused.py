@@ -11,7 +11,7 @@ import pytest
 from db import Connection
 from tests.support import rows
 from tests.support.client import Client, refused
-from tests.support.run_client import RunClient, approval, llm, tool
+from tests.support.run_client import RunClient, agent, approval, llm, tool
 
 KIB, MIB = 1024, 1024 * 1024
 
@@ -78,11 +78,15 @@ NAMES: list[tuple[dict[str, Any], str, str]] = [
         "tool_call.ü", "tool_call.a\n", "{{ a }}", "x" * 65, "tool_call." + "x" * 65, "x" * MIB)),
     *((tool(name), "name", "it is a prefix") for name in (
         "llm_call", "tool_call", "agent_call", "approval")),
-    ({"name": "agent_call.team", "input": {"task": "x"}}, "name", "no agent steps yet"),
     ({"name": "a"}, "name", "no telling what kind it is"),
     ({"name": "a", "input": {}}, "name", "neither input.prompt nor input.tool"),
     ({"name": "a", "input": {"args": {}}}, "name", "neither input.prompt nor input.tool"),
     ({"name": "a", "input": {"prompt": "p", "tool": "echo"}}, "name", "both input.prompt and"),
+    ({"name": "a", "input": {"task": "t"}}, "name", "begin the name with llm_call. tool_call. ag"),
+    (tool("agent_call.a"), "input.tool", "takes no tool"),
+    (llm("agent_call.a"), "input.prompt", "takes no prompt"),
+    (agent("llm_call.a"), "input.task", "takes no task"),
+    (agent("tool_call.a"), "input.task", "takes no task"),
     (tool("llm_call.a"), "input.tool", "takes no tool"),
     (llm("tool_call.a"), "input.prompt", "takes no prompt"),
     (llm("llm_call.a", tool="echo"), "input.tool", "takes no tool"),
@@ -140,6 +144,23 @@ INPUTS: list[tuple[dict[str, Any], str, str]] = [
         None, [], "x", 1, True)),
     ({"name": "a", "input": {"tool": "echo", "text": "x"}}, "input.text", "not known here"),
     ({"name": "a", "input": {"tool": "echo", "depends_on": []}}, "input.depends_on", "not known"),
+    # agent_call
+    ({"name": "agent_call.a"}, "input.task", "required"),
+    *((agent("agent_call.a", task=t), "input.task", "") for t in ("", " ", None, 1, ["x"], {})),
+    *((agent("agent_call.a", graph=g), "input.graph", "there is no graph") for g in (
+        "Team", "", "execution.agent.team:build", "x" * 5000)),
+    *((agent("agent_call.a", graph=g), "input.graph", "") for g in (None, 1, ["team"])),
+    *((agent("agent_call.a", require_approval=r), "input.require_approval", "") for r in (
+        None, 1, "yes", "{{ b.output }}")),
+    *((agent("agent_call.a", token_budget=b), "input.token_budget", "") for b in (
+        0, -1, 1.5, "5", True, 10**12 + 1)),
+    *((agent("agent_call.a", max_revisions=m), "input.max_revisions", "") for m in (
+        -1, 1001, 1.5, "2", True)),
+    (agent("agent_call.a", route="moon"), "input.route", ""),
+    (agent("agent_call.a", task_id="t1"), "input.task_id", "not known here"),
+    (agent("agent_call.a", task="a\0b"), "input", "NUL"),
+    (agent("agent_call.a", task="{{ nobody.output }}"), "input.task", "no step nobody"),
+    (agent("agent_call.a", task="{{ "), "input.task", "{{"),
     # of each kind
     *(({"name": "approval.a", "input": i}, "input", "") for i in (None, [], "x", 1, True)),
     *((approval("approval.a", text=text), "input", words) for text, words in (

@@ -30,17 +30,29 @@ plain = st.none() | st.booleans() | numbers | text
 values = st.recursive(
     plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3)
 )
-bodies = values | st.fixed_dictionaries(
-    {"prompt": text | values},
-    optional={
-        "priority": numbers | values,
-        "delay_seconds": numbers | values,
-        "max_retry": numbers | values,
-        "timeout_seconds": numbers | values,
-        "route": st.sampled_from(["auto", "local", "cloud"]) | values,
-        "metadata": st.dictionaries(text, values, max_size=4) | values,
-        "unknown": st.nothing() | values,
-    },
+common = {
+    "priority": numbers | values,
+    "delay_seconds": numbers | values,
+    "max_retry": numbers | values,
+    "timeout_seconds": numbers | values,
+    "route": st.sampled_from(["auto", "local", "cloud"]) | values,
+    "metadata": st.dictionaries(text, values, max_size=4) | values,
+    "callback_url": st.sampled_from(["https://example.com/", "http://[::", "http://0x7f.1"]) | text,
+    "unknown": st.nothing() | values,
+}
+own = {
+    "task_id": st.sampled_from(["a", "b", "7", "c" * 65]) | text,
+    "require_approval": st.booleans() | values,
+    "token_budget": numbers | values,
+    "max_revisions": numbers | values,
+    "graph": st.sampled_from(["team", "nothing"]) | text,
+}
+bodies = (
+    values
+    | st.fixed_dictionaries({"prompt": text | values}, optional=common)
+    | st.fixed_dictionaries({"task": text | values}, optional={**common, **own})
+    | st.fixed_dictionaries({"task": st.just("t")}, optional=own)
+    | st.fixed_dictionaries({}, optional={"prompt": text, "task": text, **own})
 )
 segments = st.text(st.characters(codec="utf-8", exclude_characters="/"), min_size=1)
 keys = st.none() | st.sampled_from(["a", "b", "c"])
@@ -51,7 +63,7 @@ def numbers_as_floats(value: Any) -> Any:
     return json.loads(json.dumps(value), parse_int=float)
 
 
-@hypothesis.settings(max_examples=300, **SETTINGS)
+@hypothesis.settings(max_examples=500, **SETTINGS)
 @hypothesis.given(body=bodies, key=keys)
 def test_any_json_is_stored_or_refused_in_plain_words(
     client: Client, conn: Connection, body: Any, key: str | None
@@ -64,11 +76,14 @@ def test_any_json_is_stored_or_refused_in_plain_words(
         assert stored == 1
         task = client.task(answer.json()["task_id"])
         assert task["status"] == "PENDING"
+        assert task["kind"] == ("agent" if "task" in body else "prompt")
+        assert task["task_id"] == (body.get("task_id") or task["id"])
+        assert task["callback_url"] == body.get("callback_url")
         assert numbers_as_floats(task["metadata"]) == numbers_as_floats(body.get("metadata"))
     else:
         assert stored == 0
         if answer.status_code != 200:  # a replay
-            refused(answer, 400, 413, 422)
+            refused(answer, 400, 409, 413, 422)
 
 
 @hypothesis.settings(max_examples=100, **SETTINGS)

@@ -29,6 +29,11 @@ def llm(name: str, *needs: str, prompt: Any = "Say something.", **given: Any) ->
     return {"name": name, "input": {"prompt": prompt, **given}, "dependsOn": list(needs)}
 
 
+def agent(name: str, *needs: str, task: Any = "Write something.", **given: Any) -> Step:
+    """A step that the agent team works on."""
+    return {"name": name, "input": {"task": task, **given}, "dependsOn": list(needs)}
+
+
 def approval(name: str, *needs: str, **given: Any) -> Step:
     """A step that waits for a person."""
     return {"name": name, "input": given, "dependsOn": list(needs)}

@@ -129,6 +129,9 @@ KINDS = [
     ("llm_call.no_prompt_yet", {}, "prompt"),
     ("tool_call.fetch_data", {"tool": "fetch_data"}, "tool"),
     ("approval.by_legal", {}, "approval"),
+    ("agent_call.team", {"task": "t"}, "agent"),
+    ("agent_call.no_task_yet", {}, "agent"),
+    ("approval.of_a_task", {"task": "t"}, "approval"),
     ("approval.of_a_tool", {"tool": "x", "prompt": "y"}, "approval"),
     ("fetch", {"tool": "fetch_data"}, "tool"),
     ("write", {"prompt": "p"}, "prompt"),
@@ -171,15 +174,14 @@ def test_a_prefix_alone_is_no_name(name: str) -> None:
     assert refused.value.field == "name"
 
 
-def test_agents_are_not_to_be_had_yet() -> None:
-    with pytest.raises(StepRefused, match="no agent steps yet") as refused:
-        kind_of("agent_call.team", {"task": "x"})
-    assert refused.value.field == "name"
-
-
 @pytest.mark.parametrize(
     ("given", "found"),
-    [({}, "neither"), ({"args": {}}, "neither"), ({"prompt": "p", "tool": "t"}, "both")],
+    [
+        ({}, "neither"),
+        ({"args": {}}, "neither"),
+        ({"prompt": "p", "tool": "t"}, "both"),
+        ({"task": "t"}, "neither"),
+    ],
 )
 def test_a_plain_name_whose_input_does_not_tell_the_kind_is_refused(
     given: dict[str, Any], found: str
@@ -189,8 +191,12 @@ def test_a_plain_name_whose_input_does_not_tell_the_kind_is_refused(
     assert refused.value.field == "name"
 
 
-@pytest.mark.parametrize(("name", "field"), [("llm_call.x", "tool"), ("tool_call.x", "prompt")])
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [("llm_call.x", "tool"), ("tool_call.x", "prompt"), ("llm_call.x", "task"),
+     ("agent_call.x", "prompt"), ("agent_call.x", "tool")],
+)  # fmt: skip
 def test_a_prefix_that_the_input_contradicts_is_refused(name: str, field: str) -> None:
     with pytest.raises(StepRefused, match=f"takes no {field}") as refused:
-        kind_of(name, {"prompt": "p", "tool": "t"})
+        kind_of(name, {field: "x"})
     assert refused.value.field == f"input.{field}"

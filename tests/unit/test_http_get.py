@@ -14,8 +14,9 @@ from typing import Any
 import httpx
 import pytest
 
+import addresses
 from execution.errors import Failure, Permanent
-from execution.tools import guard, http_get
+from execution.tools import dial, http_get
 from execution.tools.context import ToolContext
 from tests.conftest import settings_for
 
@@ -41,12 +42,12 @@ PUBLIC = [
 
 @pytest.mark.parametrize("address", NOT_PUBLIC)
 def test_an_address_that_is_not_of_the_public_internet_is_refused(address: str) -> None:
-    assert guard.why_not_public(address) is not None
+    assert addresses.why_not_public(address) is not None
 
 
 @pytest.mark.parametrize("address", PUBLIC)
 def test_a_public_address_is_let_through(address: str) -> None:
-    assert guard.why_not_public(address) is None
+    assert addresses.why_not_public(address) is None
 
 
 # --- a server --------------------------------------------------------------------------------
@@ -89,36 +90,6 @@ def server() -> Iterator[Server]:
         thread.start()
         yield running
         running.shutdown()
-
-
-Lookups = list[str]
-
-
-@pytest.fixture
-def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[str]]]:
-    """What each name leads to: one list of addresses for each look-up, the last one for ever."""
-    answers: dict[str, list[list[str]]] = {}
-    real = socket.getaddrinfo
-
-    def look_up(host: Any, port: Any, *args: Any, **more: Any) -> Any:
-        name = host.decode() if isinstance(host, bytes) else host
-        if name not in answers:
-            return real(host, port, *args, **more)
-        rounds = answers[name]
-        addresses = rounds.pop(0) if len(rounds) > 1 else rounds[0]
-        return [
-            (
-                socket.AF_INET6 if ":" in one else socket.AF_INET,
-                socket.SOCK_STREAM,
-                6,
-                "",
-                (one, port),
-            )
-            for one in addresses
-        ]
-
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    return answers
 
 
 def get(url: str, **settings: Any) -> dict[str, Any]:
@@ -222,7 +193,7 @@ def test_tls_asks_for_the_name_and_not_for_the_address(
 
 
 def test_certificates_are_checked() -> None:
-    context = asyncio.run(http_get._tls())
+    context = asyncio.run(dial.certificates())
     assert context.verify_mode == ssl.CERT_REQUIRED
     assert context.check_hostname
 
@@ -268,9 +239,9 @@ def test_the_place_that_a_redirect_leads_to_is_judged(
     server: Server, names: dict[str, list[list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first address passes as if it were public; where it leads to does not."""
-    judge = guard.why_not_public
+    judge = addresses.why_not_public
     monkeypatch.setattr(
-        guard, "why_not_public", lambda one: None if one == "127.0.0.1" else judge(one)
+        addresses, "why_not_public", lambda one: None if one == "127.0.0.1" else judge(one)
     )
     names["inside.example"] = [["10.0.0.1"]]
     for target in (

@@ -14,6 +14,7 @@ from runs.templates import (
     TemplateError,
     as_text,
     fill,
+    filled_text,
     references,
     templated,
 )
@@ -250,10 +251,24 @@ def test_what_is_put_in_has_a_limit_however_often_it_is_asked_for() -> None:
 def test_each_kind_of_step_has_its_templates_in_one_place() -> None:
     assert templated("prompt", {"prompt": "p", "model": "{{ x }}"}) == "p"
     assert templated("tool", {"tool": "{{ x }}", "args": {"a": 1}}) == {"a": 1}
+    assert templated("agent", {"task": "t", "graph": "{{ x }}"}) == "t"
     assert templated("approval", {"question": "q"}) == {"question": "q"}
     assert templated("tool", {"tool": "echo"}) is None
     assert templated("run", {"goal": "{{ x }}"}) is None
     assert templated("prompt", None) is None
+
+
+def test_a_prompt_and_a_task_are_filled_in_alike_and_no_longer_than_they_may_be() -> None:
+    text = "about {{ plain.output }}: {{ plain.output.price }}"
+    assert filled_text("prompt", {"prompt": text}, OUTPUTS, 100) == "about text: 0.5"
+    assert filled_text("agent", {"task": text, "graph": "team"}, OUTPUTS, 100) == "about text: 0.5"
+    assert filled_text("agent", {"task": "{{ plain.output.yes }}"}, OUTPUTS, 100) == "true"
+    evil = filled_text("agent", {"task": "{{ plain.output.evil }}"}, OUTPUTS, 100)
+    assert evil == "{{ plain.output }} and {{"
+    with pytest.raises(MissingOutput):
+        filled_text("agent", {"task": "{{ nobody.output }}"}, OUTPUTS, 100)
+    with pytest.raises(TemplateError, match=r"the task, filled in, is 21 bytes long; limits\.max"):
+        filled_text("agent", {"task": "x" * 17 + "{{ plain.output }}"}, OUTPUTS, 20)
 
 
 def test_a_text_stays_a_text_and_the_rest_becomes_compact_json() -> None:

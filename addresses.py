@@ -6,10 +6,16 @@ end as an address, and that is what is looked at, and dialled.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import re
 import socket
 
-from execution.tools.threads import in_thread
+import httpx
+
+HOST = re.compile(r"[A-Za-z0-9._-]{1,253}|[0-9A-Fa-f:.]+")
+
+LOOPBACK = "loopback"
 
 # https://www.iana.org/assignments/iana-ipv4-special-registry: all that is not of the public
 # internet. Written out, because ipaddress.is_global and is_private differ from it, and between
@@ -18,7 +24,7 @@ NOT_PUBLIC_V4 = {
     "0.0.0.0/8": "this host",
     "10.0.0.0/8": "private",
     "100.64.0.0/10": "shared by a carrier",
-    "127.0.0.0/8": "loopback",
+    "127.0.0.0/8": LOOPBACK,
     "169.254.0.0/16": "link-local",
     "172.16.0.0/12": "private",
     "192.0.0.0/24": "reserved for protocols",
@@ -59,14 +65,33 @@ def why_not_public(address: str) -> str | None:
     return next((what for network, what in _V6.items() if ip in network), None)
 
 
-async def resolve(host: str, port: int) -> list[str]:
-    """Every address of a name, in the order of preference; raises OSError, or UnicodeError.
+def is_loopback(address: str) -> bool:
+    """Whether it is this machine itself, written without detours."""
+    return address == "::1" or why_not_public(address) == LOOPBACK
 
-    In a thread of its own: a name server that does not answer must not fill the few threads in
-    which the event loop looks up names for everybody else.
-    """
-    found = await in_thread(
-        f"look-up of {host[:80]}",
-        lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM),
-    )
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+def web_url(text: str, base: httpx.URL | None = None) -> httpx.URL:
+    """An http(s) URL that can be called; ValueError says why this one is none."""
+    try:
+        url = base.join(text) if base else httpx.URL(text)
+    except (httpx.InvalidURL, ValueError) as refused:
+        raise ValueError(f"this is no URL: {refused}") from refused
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ValueError("the URL is to begin with http:// or https:// and a host")
+    host = url.raw_host.decode("ascii", errors="replace")
+    if not HOST.fullmatch(host) or (url.port or 0) > 65_535:
+        raise ValueError("the URL's host or port is none")
+    if url.userinfo:
+        raise ValueError("a URL with a name and password is not used: they would be on record")
+    return url
+
+
+def plain_addresses(url: httpx.URL) -> list[str]:
+    """What can be seen of a URL's addresses without asking a name server: nothing of most names."""
+    host = url.raw_host.decode("ascii").rstrip(".").lower()
+    if host == "localhost" or host.endswith(".localhost"):
+        return ["127.0.0.1"]
+    with contextlib.suppress(OSError, UnicodeError):
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+        return [str(entry[4][0]) for entry in found]
+    return []

@@ -1,0 +1,1 @@
+"""An agent job: a LangGraph graph, run durably on a leased task."""

@@ -1,0 +1,295 @@
+"""Checkpoints of an agent job, written only by the worker that holds its task.
+
+LangGraph's saver writes through one door, its `_cursor(pipeline=True)`. Here that door opens a
+transaction that holds the task's row by its lease token, so that a worker whose lease was taken
+over writes nothing; and each checkpoint of the graph itself comes with the row that people are
+shown. The door is a private method: langgraph-checkpoint-postgres is pinned to 3.2.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import psycopg
+import psycopg.errors
+from langchain_core.runnables import RunnableConfig
+from langgraph.checkpoint.base import ChannelVersions, Checkpoint, CheckpointMetadata
+from langgraph.checkpoint.postgres import PostgresSaver
+from langgraph.types import Send
+from psycopg import Cursor
+from psycopg.abc import PQGen
+from psycopg.rows import DictRow, dict_row
+from psycopg_pool import ConnectionPool
+
+from config import DatabaseSettings, Settings
+from connection import FROZEN_SECONDS, TOO_LARGE_CLASS
+from errors import DatabaseUnavailable, LeaseLost, SchemaOutdated
+from execution.agent.shown import MOST_BYTES, shown
+from queries.jobs import INSERT_STATE
+from queries.leases import ClaimedTask
+from queries.model_calls import LOCK_JOB
+
+__all__ = ["CheckpointPool", "FencedSaver", "open_pool", "shown"]
+
+Result = TypeVar("Result")
+
+
+class Connection(psycopg.Connection[DictRow]):
+    """A connection that gives up a server that says nothing, as those of connection.py do."""
+
+    settings = DatabaseSettings()
+
+    def wait(self, gen: PQGen[Result], *args: Any, **named: Any) -> Result:
+        try:
+            return super().wait(self._within(gen), *args, **named)
+        except _Silent:
+            self.pgconn.finish()
+            seconds = self.settings.reply_timeout_seconds
+            raise psycopg.OperationalError(f"no reply from Postgres in {seconds:g} s") from None
+
+    def _within(self, gen: PQGen[Result]) -> PQGen[Result]:
+        """The same generator, until the server was silent for too long."""
+        ends = time.monotonic() + self.settings.reply_timeout_seconds
+        try:
+            awaited = next(gen)
+            while True:
+                ready = yield awaited  # also when a moment has passed in which nothing came
+                if time.monotonic() >= ends:
+                    raise _Silent
+                awaited = gen.send(ready)
+        except StopIteration as ended:
+            result: Result = ended.value
+            return result
+
+
+class _Silent(Exception):
+    """The server has not replied in time."""
+
+
+CheckpointPool = ConnectionPool[Connection]
+
+
+def open_pool(settings: Settings) -> CheckpointPool:
+    """A pool for the savers of one process. It connects when a connection is asked for."""
+    database = settings.database
+
+    class Configured(Connection):
+        pass
+
+    Configured.settings = database
+    return ConnectionPool(
+        settings.database_url,
+        connection_class=Configured,
+        min_size=0,
+        max_size=settings.agents.pool_size,
+        timeout=database.pool_wait_seconds,
+        # One that asks anew after this makes it try anew, however long the server was away.
+        reconnect_timeout=database.pool_wait_seconds / 2,
+        check=ConnectionPool.check_connection,
+        open=True,
+        kwargs={
+            "autocommit": True,
+            "row_factory": dict_row,
+            "prepare_threshold": None,
+            "application_name": "orchestrator checkpoints",
+            "client_encoding": "utf8",
+            "connect_timeout": math.ceil(database.connect_timeout_seconds),
+            "keepalives_idle": 10,
+            "keepalives_interval": 3,
+            "keepalives_count": 3,
+            "tcp_user_timeout": 15_000,
+        },
+    )
+
+
+# Answers of Postgres that say nothing about the statement: see connection.UNAVAILABLE.
+UNAVAILABLE = (
+    psycopg.OperationalError,
+    psycopg.InterfaceError,
+    psycopg.errors.ReadOnlySqlTransaction,
+)
+
+
+@contextmanager
+def _unavailable_in_plain_words() -> Iterator[None]:
+    """Turn the driver's ways to say "not now" into DatabaseUnavailable."""
+    try:
+        yield
+    except UNAVAILABLE as failed:
+        if (failed.sqlstate or "").startswith(TOO_LARGE_CLASS):
+            raise
+        reason = str(failed).strip().split("\n")[0] or type(failed).__name__
+        raise DatabaseUnavailable(f"the database cannot be used now: {reason}") from failed
+
+
+SET_TIMEOUTS = """
+SELECT set_config('lock_timeout', %(lock_ms)s, true),
+       set_config('statement_timeout', %(statement_ms)s, true),
+       set_config('idle_in_transaction_session_timeout', %(frozen_ms)s, true)
+"""
+
+
+class FencedSaver(PostgresSaver):
+    """The saver of one job, for as long as its task is leased with this token.
+
+    Raises LeaseLost once it is not, and DatabaseUnavailable while Postgres is away.
+    """
+
+    def __init__(
+        self,
+        pool: CheckpointPool,
+        task: ClaimedTask,
+        graph_version: str,
+        max_state_bytes: int = MOST_BYTES,
+    ) -> None:
+        super().__init__(pool)  # type: ignore[arg-type]  # a pool of a subclass
+        self._pool = pool
+        self._task = task
+        self._graph_version = graph_version
+        self._max_state_bytes = max_state_bytes
+        self._in_this_thread = threading.local()  # LangGraph writes from several
+
+    def put(
+        self,
+        config: RunnableConfig,
+        checkpoint: Checkpoint,
+        metadata: CheckpointMetadata,
+        new_versions: ChannelVersions,
+    ) -> RunnableConfig:
+        """Save a checkpoint; one of the graph itself, not of a graph in it, with what is shown."""
+        if config["configurable"].get("checkpoint_ns", "") == "":
+            self._in_this_thread.state = self._state(config, checkpoint)
+        try:
+            values = {k: _storable(v) for k, v in checkpoint["channel_values"].items()}
+            fit: Checkpoint = {**checkpoint, "channel_values": values}
+            return super().put(config, fit, metadata, new_versions)
+        finally:
+            self._in_this_thread.state = None
+
+    def _state(self, config: RunnableConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+        values = checkpoint["channel_values"]
+        return {
+            "task_id": self._task.task_id,
+            "checkpoint_id": checkpoint["id"],
+            "parent_id": config["configurable"].get("checkpoint_id"),
+            "next_nodes": next_nodes(values),
+            "graph_version": self._graph_version,
+            "state": json.dumps(shown(values, self._max_state_bytes), ensure_ascii=False),
+        }
+
+    def _dump_blobs(
+        self, thread_id: str, checkpoint_ns: str, values: dict[str, Any], versions: ChannelVersions
+    ) -> list[tuple[str, str, str, str, str, bytes | None]]:
+        whole = {k: v.value if isinstance(v, _Blob) else v for k, v in values.items()}
+        return super()._dump_blobs(thread_id, checkpoint_ns, whole, versions)
+
+    @contextmanager
+    def _cursor(self, *, pipeline: bool = False) -> Iterator[Cursor[DictRow]]:
+        """One transaction, in which everything takes one round trip; `pipeline` means it writes."""
+        with (
+            _unavailable_in_plain_words(),
+            self.lock,
+            self._pool.connection() as conn,
+            conn.pipeline() as messages,
+            conn.transaction(),
+            conn.cursor(binary=True, row_factory=dict_row) as cursor,
+        ):
+            cursor.execute(SET_TIMEOUTS, _timeouts(conn.settings))
+            _require_tables(self._pool, cursor)
+            if not pipeline:
+                yield cursor
+                return
+            fence = {"task_id": self._task.task_id, "token": self._task.lease.token}
+            if cursor.execute(LOCK_JOB, fence).fetchone() is None:
+                raise LeaseLost
+            yield cursor
+            if (state := getattr(self._in_this_thread, "state", None)) is not None:
+                cursor.execute(INSERT_STATE, state)
+            messages.sync()  # what fails, fails here, and not when it is committed
+
+
+def _timeouts(settings: DatabaseSettings) -> dict[str, str]:
+    """Limits of one transaction, as those of connection.py."""
+    return {
+        "lock_ms": str(int(settings.lock_timeout_seconds * 1000)),
+        "statement_ms": str(int(settings.reply_timeout_seconds * 900)),
+        "frozen_ms": str(FROZEN_SECONDS * 1000),
+    }
+
+
+# Pools whose database has been looked at: once per process.
+_looked_at: weakref.WeakSet[CheckpointPool] = weakref.WeakSet()
+
+
+def _require_tables(pool: CheckpointPool, cursor: Cursor[DictRow]) -> None:
+    """SchemaOutdated if LangGraph's tables are not those that its installed package writes to."""
+    if pool in _looked_at:
+        return
+    row = cursor.execute("SELECT max(v) AS version FROM checkpoint_migrations").fetchone()
+    found, wanted = row and row["version"], len(PostgresSaver.MIGRATIONS) - 1
+    if found != wanted:
+        raise SchemaOutdated(
+            f"LangGraph's tables in the database are of version {found}, the installed "
+            f"langgraph-checkpoint-postgres needs {wanted}; "
+            "install the version that requirements-agents.txt asks for"
+        )
+    _looked_at.add(pool)
+
+
+class _Blob:
+    """A value that LangGraph would put into the checkpoint's JSON, and that JSON cannot hold."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+LARGEST_FLOAT = 1e15  # from 1e16 on, jsonb gives back an integer
+
+
+def _storable(value: Any) -> Any:
+    """LangGraph keeps the texts and numbers of a state in jsonb; these go where the rest goes."""
+    if isinstance(value, str) and ("\0" in value or not _is_unicode(value)):
+        return _Blob(value)
+    if isinstance(value, float) and not abs(value) < LARGEST_FLOAT:  # NaN is not, either
+        return _Blob(value)
+    return value
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def next_nodes(values: Mapping[str, Any]) -> list[str]:
+    """The nodes that are to run behind a checkpoint with these channels, as LangGraph finds them.
+
+    An edge or a branch to a node is a channel `branch:to:node`, several that meet are one
+    `join:a+b:node`; where the node is deferred, the value comes with whether its time has come.
+    """
+    found = {send.node for send in values.get("__pregel_tasks", ()) if isinstance(send, Send)}
+    for channel, value in values.items():
+        kind, _, rest = channel.partition(":")
+        if channel == "__start__":
+            found.add(channel)
+        elif kind == "branch" and not _is_deferred(value):
+            found.add(rest.removeprefix("to:"))
+        elif kind == "join" and not _is_deferred(value):
+            sources, _, node = rest.rpartition(":")
+            arrived = value[0] if isinstance(value, tuple) else value
+            if len("+".join(arrived)) == len(sources):
+                found.add(node)
+    return sorted(found)
+
+
+def _is_deferred(value: Any) -> bool:
+    return isinstance(value, tuple) and not value[1]

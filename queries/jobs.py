@@ -1,0 +1,75 @@
+"""What people are shown of an agent job: its state at each checkpoint, newest first."""
+
+from __future__ import annotations
+
+from connection import Connection, Row, fetch
+
+NEWEST_STATE = """
+SELECT task_id, checkpoint_id, at, attempt, nodes, next_nodes, graph_version, state,
+       prompt_tokens, completion_tokens
+FROM job_states
+WHERE task_id = %(task_id)s
+ORDER BY checkpoint_id DESC
+LIMIT 1
+"""
+
+
+def newest_state(conn: Connection, task_id: int) -> Row | None:
+    """The job's state at its newest checkpoint; None before the first."""
+    rows = fetch(conn, NEWEST_STATE, {"task_id": task_id})
+    return rows[0] if rows else None
+
+
+# A long value is told by its size: states are large, and a page has many. `digest` tells whether
+# another value is the same. LangGraph's own first checkpoint, before the graph begins, is left out.
+LIST_STATES = """
+SELECT checkpoint_id, at, attempt, nodes, next_nodes, prompt_tokens, completion_tokens,
+       (SELECT coalesce(jsonb_object_agg(channel, jsonb_build_object(
+            'type', jsonb_typeof(value),
+            'digest', hashtextextended(value::text, 0),
+            'text', CASE
+                WHEN jsonb_typeof(value) IN ('array', 'object') THEN NULL
+                WHEN char_length(value #>> '{}') <= %(longest_text)s THEN value #>> '{}' END,
+            'size', CASE jsonb_typeof(value)
+                WHEN 'array' THEN jsonb_array_length(value)
+                WHEN 'object' THEN (SELECT count(*) FROM jsonb_object_keys(value))
+                ELSE char_length(value #>> '{}') END)), '{}')
+        FROM jsonb_each(state) AS channels(channel, value)) AS channels
+FROM job_states
+WHERE task_id = %(task_id)s AND next_nodes <> '{__start__}'
+  AND (%(before)s::text IS NULL OR checkpoint_id < %(before)s)
+ORDER BY checkpoint_id DESC
+LIMIT %(limit)s + 1
+"""
+
+
+def list_states(
+    conn: Connection, task_id: int, *, limit: int, before: str | None, longest_text: int
+) -> list[Row]:
+    """The job's states, newest first, older than checkpoint `before`; one more than `limit` rows
+    tell that there are more.
+
+    Of each of its channels there is the type, a digest, the text if that is not longer than
+    `longest_text` characters, and the size: in characters, items or members.
+    """
+    values = {"task_id": task_id, "limit": limit, "before": before, "longest_text": longest_text}
+    return fetch(conn, LIST_STATES, values)
+
+
+# Written in the transaction of the checkpoint, by the one who holds the task's row. What ran
+# before it is what the checkpoint before was to run.
+INSERT_STATE = """
+INSERT INTO job_states (
+    task_id, checkpoint_id, attempt, nodes, next_nodes, graph_version, state, prompt_tokens,
+    completion_tokens)
+SELECT t.task_id, %(checkpoint_id)s::text, t.attempt,
+       coalesce((
+           SELECT array_remove(s.next_nodes, '__start__') FROM job_states s
+           WHERE s.task_id = t.task_id AND s.checkpoint_id = %(parent_id)s::text), '{}'),
+       %(next_nodes)s::text[], %(graph_version)s::text, %(state)s::jsonb, t.prompt_tokens,
+       t.completion_tokens
+FROM tasks t
+WHERE t.task_id = %(task_id)s
+ON CONFLICT (task_id, checkpoint_id) DO UPDATE
+SET next_nodes = excluded.next_nodes, state = excluded.state
+"""
