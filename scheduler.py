@@ -6,15 +6,17 @@ The main thread owns the database connection that claims and settles, and goes r
     reap     every few seconds, take back tasks whose lease ran out, of any worker
     claim    lease as many due tasks as slots are free
     route    decide for each: local or cloud
-    execute  hand it to the runner, which streams from the model on a thread of its own
+    execute  hand it to the runner, which streams from the model on a thread of its own, and runs
+             each agent job in another
 
 and then sleeps until a slot is free, a notification comes, something becomes due, or the poll is
 due: the poll is the truth, a notification only shortens the wait. The heartbeat thread has a
 connection of its own; it renews all leases of the process in one statement, begins before the
 first claim and ends after the last write.
 
-SIGTERM or SIGINT: stop claiming, let running tasks end for `worker.grace_seconds`, hand the rest
-back, exit 0. A second one hands them back at once.
+SIGTERM or SIGINT: stop claiming, let running tasks end for `worker.grace_seconds` (an agent job
+ends at its next node boundary, for another worker to go on with), hand the rest back, exit 0. A
+second one hands them back at once.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ from queries.schema import ensure_audit_partitions
 from queries.workers import forget_worker, report_worker
 from worker.arguments import default_name, parse_arguments
 from worker.doorbell import Doorbell
+from worker.ending import end_now
 from worker.heartbeat import Heartbeat
 from worker.held import Held
 from worker.link import Link
@@ -59,7 +62,7 @@ from worker.outputs import GIVEN_BACK_SECONDS, with_outputs
 from worker.sentences import log_claimed, log_lost, log_settled
 from worker.settling import batch_to_settle, settle_batch
 from worker.suspects import SuspectProcess
-from worker.tokens import TokenSender
+from worker.tokens import Source, TokenSender, Unsent
 
 logger = logging.getLogger("scheduler")
 
@@ -108,7 +111,12 @@ class Worker:
         self._tokens = TokenSender(settings, name)
         self._doorbell = Doorbell()
         self.runner = Runner(
-            settings, self.routes, self._doorbell.ring, self._pass_on, self._report_soon
+            settings,
+            self.routes,
+            self._doorbell.ring,
+            self._pass_on,
+            self._report_soon,
+            self._tell_of_node,
         )
         self._heartbeat = Heartbeat(settings, name, self.held, self.runner.stop, self._report)
         self._link = Link(settings, name, on_first_open=self._heartbeat.begin)
@@ -299,9 +307,15 @@ class Worker:
             logger.exception("What was heard makes no sense")
             self._link.close()
 
-    def _pass_on(self, task: ClaimedTask, piece: str) -> None:
+    def _pass_on(self, task: ClaimedTask, node: str | None, piece: str) -> None:
         """A piece of an answer came, on the runner's thread."""
-        self._tokens.put((task.root_id, task.task_id, task.attempt), piece)
+        source = Source(task.root_id, task.task_id, task.attempt, node)
+        self._tokens.put(Unsent(source, text=piece))
+
+    def _tell_of_node(self, task: ClaimedTask, node: str, phase: str) -> None:
+        """A node of a job has started or finished, in the job's thread."""
+        source = Source(task.root_id, task.task_id, task.attempt, node)
+        self._tokens.put(Unsent(source, phase=phase))
 
     def _jittered(self, seconds: float) -> float:
         return seconds * random.uniform(0.75, 1.0)
@@ -312,6 +326,7 @@ class Worker:
         """Let what runs end for the grace period, hand back the rest, write all of it."""
         say(logger, logging.INFO, "Stopping.", "stopping", worker=self.name, running=len(self.held))
         self._suspects.pass_on(self.stop_signals)
+        self.runner.drain()
         deadline = time.monotonic() + self.settings.worker.grace_seconds
         handed_back = False
         while len(self.held):
@@ -398,6 +413,8 @@ def main() -> int:
         logger.error("%s", refused)
         return 1
     say(logger, logging.INFO, "Worker stopped.", "stopped", worker=worker.name)
+    if worker.runner.leaves_behind():
+        end_now(0)  # a node that listens to nothing would keep the interpreter from ending
     return 0
 
 

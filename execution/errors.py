@@ -3,6 +3,7 @@
 CallEnded
 ├── Outage      the other side is away or overloaded: the task goes back, nothing is burned
 ├── Failure     this attempt failed: retry with backoff
+│   └── EmptyAnswer   the model said nothing, which some callers can use
 └── Permanent   it will fail every time: a dead letter at once, with what to do
 """
 
@@ -46,6 +47,10 @@ class Failure(CallEnded):
         super().__init__(message)
         self.prompt_tokens = prompt_tokens
         self.completion_tokens = completion_tokens
+
+
+class EmptyAnswer(Failure):
+    pass
 
 
 class Permanent(CallEnded):

@@ -1,7 +1,8 @@
 """Carries out claimed tasks on one event loop in a thread of its own.
 
 The worker's main thread hands tasks in (`start`), stops them (`stop`), and takes what came of
-them (`take_finished`); it never waits for a task. No task touches the database.
+them (`take_finished`); it never waits for a task. Only agent jobs touch the database, from their
+own threads and over connections of their own; no other task does.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from config import Settings
 from execution.backends import backend_of
 from execution.callback import run_callback
 from execution.errors import CallEnded, Failure, Outage, Permanent
+from execution.jobs import JobCalls, OnNode
 from execution.prompt import run_prompt
 from execution.refusals import MOST_REFUSALS, Refusals
 from execution.routes import ROUTES, Routes
@@ -30,6 +32,7 @@ from queries.leases import ClaimedTask, Lease, Outcome, Verdict
 logger = logging.getLogger(__name__)
 
 Finished = tuple[Lease, Outcome]
+OnPiece = Callable[[ClaimedTask, str | None, str], None]  # a node of a job, a piece of an answer
 
 LONGEST_CLOSE_SECONDS = 10.0
 # A server that goes away so often under the same prompt may be brought down by it.
@@ -40,9 +43,9 @@ class Runner:
     """Runs tasks until they end, are stopped, or meet their deadline.
 
     Tells `routes` what it learns of the servers behind them, and probes those that are away.
-    `on_piece` is told each piece of an answer, `on_route` that a route has opened or paused, and
-    `on_finished` is called from the loop's thread each time there is something to take, or a
-    route has opened.
+    `on_piece` is told each piece of an answer, with the node of a job that asked for it, `on_node`
+    what starts and finishes in a job, `on_route` that a route has opened or paused; `on_finished`
+    is called from the loop's thread each time there is something to take, or a route has opened.
     """
 
     def __init__(
@@ -50,8 +53,9 @@ class Runner:
         settings: Settings,
         routes: Routes,
         on_finished: Callable[[], None],
-        on_piece: Callable[[ClaimedTask, str], None],
+        on_piece: OnPiece,
         on_route: Callable[[], None] = lambda: None,
+        on_node: OnNode = lambda task, node, phase: None,
     ) -> None:
         self._settings = settings
         self._routes = routes
@@ -64,6 +68,7 @@ class Runner:
         self._thread = threading.Thread(target=self._go_round, name="runner", daemon=True)
         self._backends = {name: backend_of(settings, name) for name in ROUTES}
         self._tools = ToolCalls(settings)
+        self._jobs = JobCalls(settings, on_piece, on_node)
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._hang_ups: Counter[int] = Counter()  # by task
         self._refusals = Refusals()
@@ -94,6 +99,14 @@ class Runner:
     def stop(self, lease: Lease) -> None:
         """Cancel the work of this lease, if it still runs; it ends with verdict released."""
         self._loop.call_soon_threadsafe(self._cancel, lease)
+
+    def drain(self) -> None:
+        """Let agent jobs end at their next node boundary, with verdict released."""
+        self._loop.call_soon_threadsafe(self._jobs.drain)
+
+    def leaves_behind(self) -> bool:
+        """Whether something still runs that does not listen, and would keep the process."""
+        return self._jobs.leaves_behind()
 
     def take_finished(self) -> list[Finished]:
         """What has ended since the last call."""
@@ -203,10 +216,12 @@ class Runner:
 
     def _handler(self, task: ClaimedTask, route: str | None) -> Awaitable[Outcome]:
         if task.kind == "prompt" and route is not None:
-            tell = partial(self._on_piece, task)
+            tell = partial(self._on_piece, task, None)
             return run_prompt(task, route, self._backends[route], self._settings, tell)
         if task.kind == "tool":
             return self._tools.run(task)
+        if task.kind == "agent" and route is not None:
+            return self._jobs.run(task, route, self._backends[route])
         if task.kind == "callback":
             return run_callback(task, self._settings)
         raise Permanent(f"this worker does not know tasks of kind {task.kind!r}; update it")
@@ -249,6 +264,7 @@ class Runner:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         await self._tools.close()
+        await self._jobs.close()
         for backend in self._backends.values():
             await backend.close()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from config import Settings
 from execution.errors import Failure, Permanent
-from execution.text import error_text, shortened
+from execution.text import error_text, shortened, words_of_error
 from execution.tools.context import PermanentError, ToolContext
 from execution.tools.registry import Registry, Tool
 from execution.tools.threads import in_thread
@@ -79,7 +79,9 @@ class ToolCalls:
         max_bytes = self._settings.limits.max_error_bytes
         if isinstance(error, Failure | Permanent):
             return error
-        text = _text_of(error)  # before logging, which keeps other threads out of the log meanwhile
+        text = words_of_error(
+            error
+        )  # before logging, which keeps other threads out of the log meanwhile
         if isinstance(error, PermanentError):
             return Permanent(error_text(text, max_bytes))
         logger.warning("The tool of task %s failed", task.task_id, exc_info=error)
@@ -101,10 +103,3 @@ def _key_of(task: ClaimedTask) -> str:
     if task.run_id is not None:
         return f"{task.run_id}:{task.step}"
     return f"task:{task.task_id}"
-
-
-def _text_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except BaseException as worse:  # an error whose text is one, too
-        return f"without a text: {type(worse).__name__}"

@@ -1,4 +1,5 @@
-"""Pieces of answers on their way to watchers: never stored, best effort, only while watched.
+"""Pieces of answers, and what the nodes of jobs do, on their way to watchers: never stored, best
+effort, only while watched.
 
 Who watches says so on one channel, every few seconds, with the numbers of runs or lone tasks;
 who streams such a task sends its pieces on the other. Both are hints that may be lost.
@@ -34,7 +35,8 @@ SELECT pg_notify('task_tokens', piece) FROM unnest(%(pieces)s::text[]) AS piece
 
 def send_tokens(conn: Connection, pieces: Sequence[dict[str, object]]) -> None:
     """Send {"root_id", "task_id", "attempt", "text"} for each piece, its text at most 1,500
-    characters long."""
+    characters long; of a job with "node", its name, and then perhaps with "phase", which is
+    "started" or "finished", in place of "text"."""
     fetch(
         conn, SEND_TOKENS, {"pieces": [json.dumps(piece, ensure_ascii=False) for piece in pieces]}
     )

@@ -14,12 +14,14 @@ SENTENCES = {
     "retry": "Task {0} failed and will be tried again.",
     "released": "Task {0} was handed back.",
     "outage": "Task {0} was handed back: the model server is away.",
+    "parked": "Task {0} waits for a person.",
     "reaped": "Task {0} was taken back: its lease ran out.",
     "cancelled": "Task {0} was cancelled.",
     "max_retry": "Task {0} failed for the last time and is a dead letter.",
     "max_delivery": "Task {0} was lost with its worker too often and is a dead letter.",
     "permanent": "Task {0} cannot succeed and is a dead letter.",
     "deadline": "Task {0} ran out of time and is a dead letter.",
+    "recursion_limit": "Task {0} took more steps than it may and is a dead letter.",
 }
 
 

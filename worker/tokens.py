@@ -1,4 +1,5 @@
-"""Sends the pieces of answers that somebody watches, coalesced, on a connection of their own."""
+"""Sends what is live and somebody watches: pieces of answers, coalesced, and which node of a job
+starts and finishes. It has a connection of its own."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import db
 from config import Settings
@@ -18,7 +20,24 @@ COALESCE_SECONDS = 0.1
 LONGEST_PIECE = 1500  # characters; a notification has a limit of 8,000 bytes
 MOST_UNSENT = 1000  # pieces; beyond that they are dropped
 
-Source = tuple[int, int, int]  # root_id, task_id, attempt
+LONGEST_NODE = 200  # characters of its name
+
+
+class Source(NamedTuple):
+    """Whose model speaks: an attempt of a task, in a job with the node that asked."""
+
+    root_id: int
+    task_id: int
+    attempt: int
+    node: str | None = None
+
+
+class Unsent(NamedTuple):
+    """A piece of an answer; or with a `phase`, started or finished, what its node does."""
+
+    source: Source
+    text: str = ""
+    phase: str | None = None
 
 
 class TokenSender(threading.Thread):
@@ -30,7 +49,7 @@ class TokenSender(threading.Thread):
         self._application = f"{name} tokens"
         self._lock = threading.Lock()
         self._watched_until: dict[int, float] = {}
-        self._unsent: list[tuple[Source, str]] = []
+        self._unsent: list[Unsent] = []
         self._filled = threading.Event()
         self._conn: db.Connection | None = None
 
@@ -42,15 +61,15 @@ class TokenSender(threading.Thread):
             watched = {root: end for root, end in self._watched_until.items() if end > now}
             self._watched_until = {**watched, **dict.fromkeys(root_ids, until)}
 
-    def put(self, source: Source, text: str) -> None:
-        """Queue a piece of an answer, if its root is watched and the queue is not full."""
-        if self._watched_until.get(source[0], 0.0) < time.monotonic():
+    def put(self, unsent: Unsent) -> None:
+        """Queue it, if its root is watched and the queue is not full."""
+        if self._watched_until.get(unsent.source.root_id, 0.0) < time.monotonic():
             return
         with self._lock:
             if len(self._unsent) < MOST_UNSENT:
-                self._unsent.append((source, text))
-        if not self.is_alive():
-            self.start()
+                self._unsent.append(unsent)
+            if self.ident is None:  # two threads must not both start it
+                self.start()
         self._filled.set()
 
     def run(self) -> None:
@@ -66,7 +85,7 @@ class TokenSender(threading.Thread):
                 logger.debug("Pieces of answers were dropped: %s", failed)
                 self._conn = None
 
-    def _send(self, unsent: list[tuple[Source, str]]) -> None:
+    def _send(self, unsent: list[Unsent]) -> None:
         if self._conn is None or self._conn.closed:
             self._conn = db.connect(
                 self._settings.database_url, self._settings.database, self._application
@@ -74,18 +93,35 @@ class TokenSender(threading.Thread):
         send_tokens(self._conn, coalesced(unsent))
 
 
-def coalesced(unsent: list[tuple[Source, str]]) -> list[dict[str, object]]:
-    """The pieces of each attempt joined, in order, none longer than LONGEST_PIECE."""
-    texts: dict[Source, str] = {}
-    for source, text in unsent:
-        texts[source] = texts.get(source, "") + text
+def coalesced(unsent: Iterable[Unsent]) -> list[dict[str, object]]:
+    """The pieces of each source joined, none longer than LONGEST_PIECE; in order, and a node's
+    between its start and its finish."""
+    messages: list[tuple[Source, list[str], str | None]] = []
+    texts: dict[Source, list[str]] = {}
+    for source, text, phase in unsent:
+        if phase is not None:
+            texts.pop(source, None)
+            messages.append((source, [], phase))
+        elif source in texts:
+            texts[source].append(text)
+        else:
+            texts[source] = [text]
+            messages.append((source, texts[source], None))
+    return [part for message in messages for part in _parts(*message)]
+
+
+def _parts(source: Source, pieces: list[str], phase: str | None) -> Iterable[dict[str, object]]:
+    head: dict[str, object] = {
+        "root_id": source.root_id,
+        "task_id": source.task_id,
+        "attempt": source.attempt,
+    }
+    if source.node is not None:
+        head["node"] = source.node[:LONGEST_NODE]
+    if phase is not None:
+        return [{**head, "phase": phase}]
+    text = "".join(pieces)
     return [
-        {
-            "root_id": root_id,
-            "task_id": task_id,
-            "attempt": attempt,
-            "text": text[start : start + LONGEST_PIECE],
-        }
-        for (root_id, task_id, attempt), text in texts.items()
+        {**head, "text": text[start : start + LONGEST_PIECE]}
         for start in range(0, len(text), LONGEST_PIECE)
     ]

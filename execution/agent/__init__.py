@@ -1,1 +1,1 @@
-"""An agent job: a LangGraph graph, run durably on a leased task."""
+"""Agent jobs: LangGraph graphs carried out as tasks of the queue, and the team that is built in."""

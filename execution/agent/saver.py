@@ -114,6 +114,7 @@ UNAVAILABLE = (
     psycopg.OperationalError,
     psycopg.InterfaceError,
     psycopg.errors.ReadOnlySqlTransaction,
+    psycopg.errors.IdleInTransactionSessionTimeout,
 )
 
 
@@ -278,13 +279,12 @@ def next_nodes(values: Mapping[str, Any]) -> list[str]:
     """
     found = {send.node for send in values.get("__pregel_tasks", ()) if isinstance(send, Send)}
     for channel, value in values.items():
-        kind, _, rest = channel.partition(":")
         if channel == "__start__":
             found.add(channel)
-        elif kind == "branch" and not _is_deferred(value):
-            found.add(rest.removeprefix("to:"))
-        elif kind == "join" and not _is_deferred(value):
-            sources, _, node = rest.rpartition(":")
+        elif channel.startswith("branch:to:") and not _is_deferred(value):
+            found.add(channel.removeprefix("branch:to:"))
+        elif channel.startswith("join:") and not _is_deferred(value):
+            sources, _, node = channel.removeprefix("join:").rpartition(":")
             arrived = value[0] if isinstance(value, tuple) else value
             if len("+".join(arrived)) == len(sources):
                 found.add(node)

@@ -22,9 +22,11 @@ from execution.text import storable
 MOST_BYTES = Limits().max_result_bytes
 DEEPEST = 50
 LONGEST_NUMBER_BITS = 10_000  # some 3,000 digits; Python reads back no more than 4,300
+LONGEST_FLOAT = 24  # characters
 CUT = "…"
 
 AS_TEXT = (date, time, timedelta, Decimal, UUID, PurePath)  # a datetime is a date
+KEYS = (str, int, float, *AS_TEXT)
 
 
 def shown(values: Mapping[str, Any], max_bytes: int = MOST_BYTES) -> dict[str, Any]:
@@ -73,7 +75,7 @@ class _Copy:
         self.was_cut = False
 
     def of(self, value: Any, depth: int) -> Any:
-        self.bytes_left -= 2
+        self.bytes_left -= 5
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, Enum):
@@ -83,6 +85,7 @@ class _Copy:
         if isinstance(value, int):
             return self._whole_number(value)
         if isinstance(value, float):
+            self.bytes_left -= LONGEST_FLOAT
             return float(value) if math.isfinite(value) else None
         if isinstance(value, AS_TEXT):
             return self._text(str(value))
@@ -107,7 +110,7 @@ class _Copy:
         for key, member in members:
             if self._is_used_up():
                 break
-            name = str(key) if isinstance(key, str | int | float | AS_TEXT) else _type_name(key)
+            name = str(key) if isinstance(key, KEYS) else _type_name(key)
             copy[self._text(name)] = self.of(member, depth + 1)
         return copy
 
@@ -124,15 +127,13 @@ class _Copy:
         return self.was_cut
 
     def _text(self, text: str) -> str:
-        whole = storable(text[: max(0, self.bytes_left)])
-        kept = whole
+        kept = storable(text[: max(0, self.bytes_left)])
+        is_whole = len(text) <= self.bytes_left
         while (size := _size(kept)) > self.bytes_left and kept:
-            kept = kept[: len(kept) // 2]
+            kept, is_whole = kept[: len(kept) // 2], False
         self.bytes_left -= size
-        if len(kept) == len(text) or len(kept) == len(whole) == len(storable(text)):
-            return kept
-        self.was_cut = True
-        return kept + CUT
+        self.was_cut = self.was_cut or not is_whole
+        return kept if is_whole else kept + CUT
 
     def _whole_number(self, number: int) -> Any:
         if number.bit_length() > LONGEST_NUMBER_BITS:

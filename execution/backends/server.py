@@ -17,7 +17,7 @@ import httpx
 
 from config import Settings
 from execution.backends.interface import Completion, OnPiece
-from execution.errors import Failure, Outage, Permanent
+from execution.errors import EmptyAnswer, Failure, Outage, Permanent
 
 # English has about four and a half bytes a token, code and other scripts three or four.
 MOST_BYTES_PER_TOKEN_OF_MOST_TEXT = 7
@@ -135,11 +135,10 @@ class Answer:
 
     def add(self, piece: object) -> None:
         """Take one piece; raises Failure if it is no text, Permanent if all are too long."""
-        if not isinstance(piece, str):
-            raise Failure("the model server sent an answer that is no text")
-        self._pieces.append(piece)
-        self._on_piece(piece)
-        self._size += len(piece.encode(errors="surrogatepass"))
+        text = _text_of(piece)
+        self._pieces.append(text)
+        self._on_piece(text)
+        self._size += len(text.encode(errors="surrogatepass"))
         if self._size > self._max_bytes:
             raise Permanent(
                 f"the answer is longer than limits.max_result_bytes "
@@ -149,13 +148,31 @@ class Answer:
     def completion(
         self, prompt_tokens: int, completion_tokens: int, truncated: bool, if_empty: str = ""
     ) -> Completion:
-        """The whole answer; raises Failure if there is nothing in it."""
+        """The whole answer; raises EmptyAnswer if there is nothing in it."""
         text = "".join(self._pieces)
         if not text.strip():
-            raise Failure(
+            raise EmptyAnswer(
                 f"the model's answer is empty{if_empty}", prompt_tokens, completion_tokens
             )
         return Completion(text, prompt_tokens, completion_tokens, truncated)
+
+
+def _text_of(piece: object) -> str:
+    """A piece as text. Some servers send a list of blocks, of which those of text are the answer;
+    raises Failure if it is something else."""
+    if isinstance(piece, str):
+        return piece
+    if isinstance(piece, list):
+        return "".join(_text_of_block(block) for block in piece)
+    raise Failure("the model server sent an answer that is no text")
+
+
+def _text_of_block(block: object) -> str:
+    if isinstance(block, dict):
+        block = block.get("text") if block.get("type", "text") == "text" else ""
+    if not isinstance(block, str):
+        raise Failure("the model server sent an answer that is no text")
+    return block
 
 
 async def _lines(response: httpx.Response, longest: int) -> AsyncGenerator[bytes, None]:

@@ -174,7 +174,7 @@ def test_a_task_that_is_stopped_before_its_first_step_is_handed_back_all_the_sam
     settings: Settings,
 ) -> None:
     routes = Routes(settings.routing, decide_route)
-    runner = Runner(settings, routes, lambda: None, lambda task, piece: None)
+    runner = Runner(settings, routes, lambda: None, lambda *_: None)
     task = ClaimedTask(Lease(1, "token"), 1, "prompt", {"prompt": "hello"}, "auto", None, 1, 1, 0)
     runner.start(task, "local")
     runner.stop(task.lease)

@@ -16,6 +16,7 @@ from tests.support.processes import eventually
 from tests.support.runs import Edges
 
 Row = dict[str, Any]
+FAILURES = ("retry", "max_retry", "permanent", "deadline", "recursion_limit")
 FINAL = ("SUCCEEDED", "FAILED", "CANCELLED")
 
 
@@ -164,9 +165,9 @@ def check_story(row: Row, log: Sequence[Row], legal: Collection[tuple[Any, ...]]
     assert [e["attempt"] for e in log if e["reason"] == "claimed"] == [
         *range(1, row["attempt"] + 1)
     ], (row, told)
-    handed_back = reasons.count("released") + reasons.count("outage")
+    handed_back = sum(map(reasons.count, ("released", "outage", "parked")))
     assert row["delivery_count"] == row["attempt"] - handed_back, (row, told)
-    failures = sum(map(reasons.count, ("retry", "max_retry", "permanent", "deadline")))
+    failures = sum(map(reasons.count, FAILURES))
     assert row["retry_count"] == failures, (row, told)
     lost = reasons.count("reaped") + reasons.count("max_delivery")
     assert row["reclaim_count"] == lost, (row, told)

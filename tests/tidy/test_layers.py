@@ -63,6 +63,7 @@ ALLOWED: dict[str, set[str]] = {
     "scheduler": {"config", "db", "errors", "logs", "queries", "execution", "worker"},
     "admin": {"config", "db", "errors", "logs", "queries"},
     "local": {"config", "local"},
+    "examples": {"execution"},
 }
 
 

@@ -58,7 +58,7 @@ def run(
         limits=limits,
     )
     routes = Routes(settings.routing, decide_route)
-    runner = Runner(settings, routes, lambda: None, lambda task, piece: None)
+    runner = Runner(settings, routes, lambda: None, lambda *_: None)
     lease = Lease(7, TOKEN, 3 if is_step else None)
     task = ClaimedTask(lease, 3, "prompt", payload, "auto", None, 1, 1, 0)
     task = dataclasses.replace(task, step="llm_call.it", outputs=outputs or {})

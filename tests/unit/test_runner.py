@@ -34,7 +34,7 @@ def run(url: str, route: str = "local", timeout_seconds: float | None = None) ->
     ollama = {**SETTINGS.ollama.model_dump(), "url": url}
     settings = SETTINGS.model_copy(update={"ollama": type(SETTINGS.ollama)(**ollama)})
     routes = Routes(settings.routing, decide_route)
-    runner = Runner(settings, routes, lambda: None, lambda task, piece: None)
+    runner = Runner(settings, routes, lambda: None, lambda *_: None)
     lease = Lease(1, TOKEN)
     task = ClaimedTask(lease, 1, "prompt", {"prompt": "Hello"}, "auto", timeout_seconds, 1, 1, 0)
     runner.open()

@@ -251,9 +251,7 @@ def test_a_tool_that_cancels_itself_is_a_failure_and_not_a_release() -> None:
 def runner() -> Iterator[Runner]:
     sample_tools.RELEASED.clear()
     sample_tools.SEEN.clear()
-    runner = Runner(
-        SETTINGS, Routes(SETTINGS.routing, decide_route), lambda: None, lambda task, piece: None
-    )
+    runner = Runner(SETTINGS, Routes(SETTINGS.routing, decide_route), lambda: None, lambda *_: None)
     runner.open()
     yield runner
     sample_tools.RELEASED.set()

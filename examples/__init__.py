@@ -1,0 +1,1 @@
+"""Worked examples; docs/own-graph.md tells their story."""

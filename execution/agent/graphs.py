@@ -1,0 +1,110 @@
+"""The graphs of `[graphs]`: each loaded once, and compiled for each job with its own saver."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from langgraph.checkpoint.base import BaseCheckpointSaver
+from langgraph.graph import StateGraph
+from langgraph.graph.state import CompiledStateGraph
+from pydantic import BaseModel
+
+from execution.errors import Failure, Permanent
+from execution.text import shortened, words_of_error
+
+logger = logging.getLogger(__name__)
+
+VERSION_LENGTH = 16
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A graph under the name that jobs give it; another `version` has other nodes, edges or state.
+
+    `defaults` are those of its state.
+    """
+
+    name: str
+    builder: StateGraph[Any, Any, Any, Any]
+    version: str
+    defaults: Mapping[str, Any]
+
+    def compiled(self, saver: BaseCheckpointSaver[Any]) -> CompiledStateGraph[Any, Any, Any, Any]:
+        return self.builder.compile(checkpointer=saver, name=self.name)
+
+
+class Graphs:
+    """Loads graphs when they are first asked for; may be used from any thread."""
+
+    def __init__(self, entries: Mapping[str, str]) -> None:
+        self._entries = entries
+        self._lock = threading.Lock()  # a module is imported, and a graph built, once
+        self._loaded: dict[str, Graph] = {}
+
+    def load(self, name: str) -> Graph:
+        """Raises Permanent or Failure if there is no such graph here."""
+        if (entry := self._entries.get(name)) is None:
+            known = ", ".join(sorted(self._entries))
+            # A failure that is retried: another worker may have been given it already.
+            raise Failure(f"this worker has no graph {shortened(name)!r}, only {known}")
+        with self._lock:
+            if name not in self._loaded:
+                self._loaded[name] = _loaded(name, entry)
+            return self._loaded[name]
+
+
+def _loaded(name: str, entry: str) -> Graph:
+    module_name, _, function_name = entry.partition(":")
+    key = f"graphs.{name} = {entry!r}"
+    try:
+        builder = getattr(importlib.import_module(module_name), function_name)()
+    except (Exception, SystemExit) as failed:  # anything can happen while a module is imported
+        logger.warning("%s cannot be loaded", key, exc_info=failed)
+        said = f"{type(failed).__name__}: {words_of_error(failed)}"
+        raise Failure(f"{key} cannot be loaded: {said}") from failed
+    if not isinstance(builder, StateGraph):
+        is_compiled = isinstance(builder, CompiledStateGraph)
+        hint = "; leave its compile() out" if is_compiled else ""
+        raise Permanent(f"{key} returns a {type(builder).__name__}, not a StateGraph{hint}")
+    try:
+        builder.validate()
+        return Graph(name, builder, version_of(builder), _defaults(builder.state_schema))
+    except Exception as refused:
+        said = f"{type(refused).__name__}: {words_of_error(refused)}"
+        raise Permanent(f"{key} is no graph that can run: {said}") from refused
+
+
+def version_of(builder: StateGraph[Any, Any, Any, Any]) -> str:
+    """A digest of what a checkpoint refers to: nodes, edges and the names of the state's fields."""
+    branches = [
+        [source, name, sorted((branch.ends or {}).items(), key=str)]
+        for source, of_source in builder.branches.items()
+        for name, branch in of_source.items()
+    ]
+    shape = {
+        "nodes": sorted(builder.nodes),
+        "edges": sorted(builder.edges),
+        "joins": sorted([sorted(sources), end] for sources, end in builder.waiting_edges),
+        "branches": sorted(branches, key=str),
+        "channels": sorted(builder.channels),
+    }
+    text = json.dumps(shape, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:VERSION_LENGTH]
+
+
+def _defaults(schema: type[Any]) -> dict[str, Any]:
+    """What a field holds that no node has written yet; LangGraph leaves such fields out."""
+    if not issubclass(schema, BaseModel):
+        return {}
+    return {
+        name: field.get_default(call_default_factory=True, validated_data={})
+        for name, field in schema.model_fields.items()
+        if not field.is_required()
+    }

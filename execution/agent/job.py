@@ -1,0 +1,250 @@
+"""One agent job in its thread: begun or resumed, carried on node by node, and what came of it.
+
+Where a job stands is told by its checkpoints alone. Its graph may be the user's: what its nodes
+raise is a failure of the job, and what a model call or a write to Postgres has found out ends the
+attempt whatever the nodes make of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from langchain_core.runnables import RunnableConfig
+from langgraph.errors import GraphDrained, GraphRecursionError
+from langgraph.graph.state import CompiledStateGraph
+from langgraph.runtime import RunControl
+from langgraph.types import Command, Interrupt, StateSnapshot
+
+from config import TEAM, Settings
+from connection import Row
+from errors import DatabaseUnavailable, LeaseLost
+from execution.agent.context import BudgetSpent, JobStopped
+from execution.agent.graphs import Graph, Graphs
+from execution.agent.model import Calls, JobModel
+from execution.agent.saver import FencedSaver, open_pool, shown
+from execution.agent.signals import Signals
+from execution.errors import CallEnded, Failure, Permanent
+from execution.text import words_of_error
+from execution.tools.results import storable_result
+from pool import Pool
+from queries.jobs import newest_state
+from queries.leases import ClaimedTask, Outcome
+from runs.templates import TemplateError, filled_text
+
+logger = logging.getLogger(__name__)
+
+OnNode = Callable[[str, str], None]  # a node's name, "started" or "finished"
+CompiledGraph = CompiledStateGraph[Any, Any, Any, Any]
+
+DATABASE_AWAY_SECONDS = 1.0  # before a job that Postgres failed is tried again
+INPUT = "task"
+
+
+class Shared:
+    """What the jobs of a process share: graphs, and connections for checkpoints and ledger."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.graphs = Graphs(settings.graphs)
+        size = {"pool_size": settings.agents.pool_size}
+        self.ledger = Pool(
+            settings.database_url, settings.database.model_copy(update=size), "agent jobs"
+        )
+        self.checkpoints = open_pool(settings)
+
+    def close(self) -> None:
+        self.checkpoints.close()
+        self.ledger.close()
+
+
+@dataclass(frozen=True)
+class Job:
+    """One attempt of one job."""
+
+    task: ClaimedTask
+    route: str
+    shared: Shared
+    calls: Calls
+    signals: Signals
+    on_node: OnNode
+
+    def run(self) -> Outcome:
+        """What came of it; raises the errors of execution/errors.py, without tokens: the ledger
+        has told the task's row what its calls used."""
+        try:
+            outcome = self._carry_on()
+        except (GraphDrained, LeaseLost):  # of a lost lease nothing can be written, nor is
+            return Outcome("released")
+        except DatabaseUnavailable as away:
+            return self._postponed(away)
+        except JobStopped:
+            return self._stopped()
+        except BudgetSpent as spent:
+            outcome = self._cut_short(spent)
+        except GraphRecursionError:
+            limit = self.shared.settings.agents.recursion_limit
+            error = f"it took more steps than agents.recursion_limit ({limit}) in one attempt"
+            outcome = Outcome("recursion_limit", error=error)
+        except CallEnded:
+            raise
+        except BaseException as failed:  # of a node, or of LangGraph about one
+            logger.warning("The graph of task %s failed", self.task.task_id, exc_info=failed)
+            said = f"{type(failed).__name__}: {words_of_error(failed)}"
+            raise Failure(said.removesuffix(": ")) from failed
+        return replace(
+            outcome, route=self.route, model=self.calls.model, truncated=self.calls.truncated
+        )
+
+    # --- where it stands -----------------------------------------------------------------------
+
+    def _carry_on(self) -> Outcome:
+        newest = self._newest_state()
+        if newest is not None and not newest["next_nodes"]:
+            return self._succeeded({**self._defaults(), **newest["state"]})  # it had ended before
+        graph = self._graph()
+        saver = FencedSaver(self.shared.checkpoints, self.task, graph.version)
+        compiled = graph.compiled(saver)
+        config: RunnableConfig = {
+            "configurable": {"thread_id": str(self.task.task_id)},
+            "recursion_limit": self.shared.settings.agents.recursion_limit,
+            "metadata": {"graph_version": graph.version},
+        }
+        if newest is None:
+            given: Any = {INPUT: self._text()}
+        else:
+            snapshot = compiled.get_state(config)
+            self._check_version(graph, newest, snapshot)
+            given = None
+            if snapshot.interrupts and (given := self._answer(snapshot.interrupts)) is None:
+                return _parked(snapshot.interrupts[0])
+        self._stream(compiled, given, config)
+        return self._outcome(graph, compiled.get_state(config))
+
+    def _graph(self) -> Graph:
+        return self.shared.graphs.load(self.task.payload.get("graph") or TEAM)
+
+    def _defaults(self) -> Mapping[str, Any]:
+        """Those of the state, for a job that has ended; its graph may be gone."""
+        try:
+            return self._graph().defaults
+        except CallEnded:
+            return {}
+
+    def _newest_state(self) -> Row | None:
+        with self.shared.ledger.connection() as conn:
+            return newest_state(conn, self.task.task_id)
+
+    def _text(self) -> str:
+        """What the job is to do; in a step with the outputs of others filled in."""
+        text = self.task.payload.get("task")
+        if not isinstance(text, str):
+            raise Permanent("the task's payload has no task; submit it again with one")
+        if self.task.run_id is None:
+            return text
+        max_bytes = self.shared.settings.limits.max_prompt_bytes
+        try:
+            return filled_text(self.task.kind, self.task.payload, self.task.outputs, max_bytes)
+        except TemplateError as refused:
+            raise Permanent(str(refused)) from refused
+
+    def _check_version(self, graph: Graph, newest: Row, snapshot: StateSnapshot) -> None:
+        """Raise Permanent if this graph cannot go on where another version of it stopped."""
+        gone = set(newest["next_nodes"]) - {"__start__", *graph.builder.nodes}
+        if (newest["graph_version"] != graph.version and gone) or not snapshot.tasks:
+            raise Permanent(
+                f"begun by another version of graph {graph.name}, "
+                f"which was to go on with {', '.join(newest['next_nodes'])}; submit it again"
+            )
+
+    def _answer(self, interrupts: tuple[Interrupt, ...]) -> Command[Any] | None:
+        """What resumes the graph, if one of these was decided; a decision counts for no other."""
+        gate = self.task.gate or {}
+        asked, decision = gate.get("interrupt"), gate.get("decision")
+        if decision is None or asked not in {interrupt.id for interrupt in interrupts}:
+            return None
+        return Command(resume={asked: decision})
+
+    # --- going on ------------------------------------------------------------------------------
+
+    def _stream(self, compiled: CompiledGraph, given: Any, config: RunnableConfig) -> None:
+        control = RunControl()
+        self.signals.on_drain(partial(control.request_drain, "the worker stops"))
+        payload, agents = self.task.payload, self.shared.settings.agents
+        model = JobModel(
+            task_id=self.task.task_id,
+            attempt=self.task.attempt,
+            require_approval=bool(payload.get("require_approval")),
+            max_revisions=payload.get("max_revisions", agents.max_revisions),
+            calls=self.calls,
+        )
+        stream = compiled.stream(
+            given,
+            config,
+            context=model,
+            stream_mode="tasks",
+            durability="sync",
+            control=control,
+        )
+        with closing(stream) as events:  # type: ignore[type-var]  # it is a generator
+            for event in events:
+                self.calls.check()  # a node may have swallowed that it is to stop
+                self.on_node(event["name"], "finished" if "result" in event else "started")
+
+    # --- what came of it -----------------------------------------------------------------------
+
+    def _outcome(self, graph: Graph, snapshot: StateSnapshot) -> Outcome:
+        """The end of the stream alone says nothing: LangGraph ends it in silence, too, when there
+        is nothing that it could do."""
+        if snapshot.interrupts:
+            return _parked(snapshot.interrupts[0])
+        if snapshot.tasks:
+            names = ", ".join(task.name for task in snapshot.tasks)
+            raise Failure(f"the graph stopped at {names}, which is not its end")
+        return self._succeeded({**graph.defaults, **shown(snapshot.values)})
+
+    def _succeeded(self, state: Mapping[str, Any]) -> Outcome:
+        result = {name: value for name, value in state.items() if name != INPUT}
+        max_bytes = self.shared.settings.limits.max_result_bytes
+        return Outcome("succeeded", result=storable_result(result, max_bytes))
+
+    def _cut_short(self, spent: BudgetSpent) -> Outcome:
+        """No tokens are left: what there is, is the result."""
+        try:
+            newest = self._newest_state()
+        except DatabaseUnavailable as away:
+            return self._postponed(away)
+        state = newest["state"] if newest is not None else {}
+        return self._succeeded({**self._defaults(), **state, "stopped": spent.which})
+
+    def _postponed(self, away: Exception) -> Outcome:
+        logger.warning("Task %s cannot go on: %s", self.task.task_id, words_of_error(away))
+        return Outcome("released", delay_seconds=DATABASE_AWAY_SECONDS)
+
+    def _stopped(self) -> Outcome:
+        """What a call has found out; else somebody outside has stopped it, who knows why."""
+        match self.calls.ended:
+            case None | LeaseLost():
+                return Outcome("released")
+            case DatabaseUnavailable() as away:
+                return self._postponed(away)
+            case ended:
+                raise ended
+
+
+def _parked(interrupt: Interrupt) -> Outcome:
+    asks = shown({"asks": interrupt.value})["asks"]
+    return Outcome(
+        "parked", gate={"interrupt": interrupt.id, "asks": asks, "artefact": _digest(asks)}
+    )
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,180 @@
+"""Graphs of a user's own, for tests of what a graph may do to its worker.
+
+They tell of themselves by files in the folder that the task's text names, and wait for others.
+"""
+
+from __future__ import annotations
+
+import operator
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from langgraph.graph import END, START, StateGraph
+from langgraph.runtime import Runtime
+from langgraph.types import RetryPolicy, interrupt
+from pydantic import BaseModel
+
+from execution.agent.context import JobContext
+
+WAIT_SECONDS = 0.02
+
+
+class State(BaseModel):
+    task: str  # a folder
+    said: Annotated[list[str], operator.add] = []
+
+
+Run = Runtime[JobContext]
+Patch = dict[str, Any]
+
+
+def mark(state: State, name: str) -> None:
+    (Path(state.task) / name).touch()
+
+
+def wait_for(state: State, name: str) -> None:
+    """Until the file is there, whatever else happens."""
+    while not (Path(state.task) / name).exists():
+        time.sleep(WAIT_SECONDS)
+
+
+def first(state: State, runtime: Run) -> Patch:
+    return {"said": [runtime.context.ask("first")]}
+
+
+def last(state: State, runtime: Run) -> Patch:
+    mark(state, "last")
+    return {"said": [runtime.context.ask("last")]}
+
+
+def line(*nodes: Callable[..., Patch], **options: Any) -> StateGraph[Any, Any, Any, Any]:
+    """One node after the other."""
+    graph = StateGraph(State, context_schema=JobContext)
+    names = [node.__name__ for node in nodes]
+    for node in nodes:
+        graph.add_node(node.__name__, node, **options)
+    for source, target in zip([START, *names], [*names, END], strict=True):
+        graph.add_edge(source, target)
+    return graph
+
+
+# --- a node that waits between its model call and its end -----------------------------------------
+
+
+def waits(state: State, runtime: Run) -> Patch:
+    """Ask, then wait for the file that is named like this attempt."""
+    said = runtime.context.ask("waits")
+    mark(state, f"entered {runtime.context.attempt}")
+    wait_for(state, str(runtime.context.attempt))
+    return {"said": [f"{said} in attempt {runtime.context.attempt}"]}
+
+
+def build_waiting() -> StateGraph[Any, Any, Any, Any]:
+    return line(first, waits, last)
+
+
+# --- nodes that swallow, and that listen to nothing -----------------------------------------------
+
+
+def swallows(state: State, runtime: Run) -> Patch:
+    try:
+        return {"said": [runtime.context.ask("swallows")]}
+    except Exception:
+        return {"said": ["swallowed"]}
+
+
+def build_swallowing() -> StateGraph[Any, Any, Any, Any]:
+    return line(first, swallows, last, retry_policy=RetryPolicy(initial_interval=0.01))
+
+
+def deaf(state: State) -> Patch:
+    mark(state, "deaf")
+    wait_for(state, "never")
+    return {}
+
+
+def other_deaf(state: State) -> Patch:
+    mark(state, "other deaf")
+    wait_for(state, "never")
+    return {}
+
+
+def build_deaf() -> StateGraph[Any, Any, Any, Any]:
+    """Two at once, which LangGraph runs in threads of a pool."""
+    graph = StateGraph(State)
+    for node in (deaf, other_deaf):
+        graph.add_node(node.__name__, node)
+        graph.add_edge(START, node.__name__)
+    return graph
+
+
+# --- a node that LangGraph runs again -------------------------------------------------------------
+
+
+def stumbles(state: State, runtime: Run) -> Patch:
+    """Two calls; then an error the first time."""
+    said = [runtime.context.ask("one"), runtime.context.ask("two")]
+    if not (Path(state.task) / "stumbled").exists():
+        mark(state, "stumbled")
+        raise ConnectionError("it stumbled")
+    return {"said": said}
+
+
+def build_stumbling() -> StateGraph[Any, Any, Any, Any]:
+    return line(stumbles, retry_policy=RetryPolicy(initial_interval=0.01))
+
+
+def build_failing() -> StateGraph[Any, Any, Any, Any]:
+    """Without that policy: the job itself is tried again."""
+    return line(stumbles)
+
+
+# --- gates ----------------------------------------------------------------------------------------
+
+
+def left(state: State, runtime: Run) -> Patch:
+    said = runtime.context.ask("left")
+    one = interrupt({"about": "left", "said": said})
+    two = interrupt("and again?")
+    return {"said": [f"left {one['approved']} {two['approved']}"]}
+
+
+def right(state: State) -> Patch:
+    return {"said": [f"right {interrupt({'about': 'right'})['feedback']}"]}
+
+
+def build_gates() -> StateGraph[Any, Any, Any, Any]:
+    """Two questions in one node, beside one in another."""
+    graph = StateGraph(State, context_schema=JobContext)
+    for node in (left, right):
+        graph.add_node(node.__name__, node)
+        graph.add_edge(START, node.__name__)
+    return graph
+
+
+def asks(state: State) -> Patch:
+    return {"said": [str(interrupt("go on?")["approved"])]}
+
+
+def build_gate() -> StateGraph[Any, Any, Any, Any]:
+    return line(asks, last)
+
+
+def build_gate_with_more() -> StateGraph[Any, Any, Any, Any]:
+    """A later version that knows where the earlier one waits."""
+    return line(asks, last, first)
+
+
+def asks_anew(state: State) -> Patch:
+    return asks(state)
+
+
+def build_gate_renamed() -> StateGraph[Any, Any, Any, Any]:
+    """A later version that does not."""
+    return line(asks_anew, last)
+
+
+def build_nothing() -> object:
+    return {}
