@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 
 import db
 from config import ConfigError, Settings, load_config
 from errors import OrchestratorError
+from queries.checkpoints import purge_checkpoints, purge_counters, purge_lost_jobs
 from queries.keys import create_key, list_keys, revoke_key
 from queries.retention import drop_old_audit_partitions, purge_finished
 from queries.schema import ensure_audit_partitions, ensure_schema, migrate, wanted_version
@@ -104,6 +105,17 @@ def run_purge(conn: db.Connection, _: argparse.Namespace, settings: Settings) ->
         )
     else:
         yield "Finished tasks are kept for ever: retention.finished_days is 0."
+    if keep.checkpoints_days:
+        gone = purge_checkpoints(conn, keep.checkpoints_days)
+        yield (
+            f"Older checkpoints of jobs that finished more than {keep.checkpoints_days} days ago, "
+            f"and deleted: {counted(gone)}."
+        )
+    else:
+        yield "Checkpoints are kept as long as their tasks: retention.checkpoints_days is 0."
+    yield f"Left of jobs whose tasks are gone, and deleted: jobs {purge_lost_jobs(conn)}."
+    counters = counted(purge_counters(conn))
+    yield f"Counted for tenants more than two days ago, and deleted: {counters}."
     if keep.audit_days:
         dropped = drop_old_audit_partitions(conn, keep.audit_days)
         yield f"Months of the audit log dropped: {', '.join(dropped) or 'none'}."
@@ -153,6 +165,10 @@ def run_make_secret(
     yield "Keep it now, it is not shown again; whoever receives callbacks checks them with it."
     if replaced:
         yield "It takes the place of an earlier one, with which nothing is signed any more."
+
+
+def counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
 
 
 def as_utc(moment: datetime | None) -> str:

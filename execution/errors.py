@@ -24,7 +24,8 @@ class CallEnded(Exception):
 
 class Outage(CallEnded):
     """`retry_after_seconds`: when the other side asked to be tried again, if it said so;
-    `alarm`: somebody has to do something; `hung_up`: it took the call and then went away."""
+    `alarm`: somebody has to do something; `hung_up`: it took the call and then went away;
+    `refused`: it answered that it does not take the call."""
 
     def __init__(
         self,
@@ -32,11 +33,13 @@ class Outage(CallEnded):
         retry_after_seconds: float | None = None,
         alarm: bool = False,
         hung_up: bool = False,
+        refused: bool = False,
     ) -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
         self.alarm = alarm
         self.hung_up = hung_up
+        self.refused = refused
 
 
 class Failure(CallEnded):

@@ -22,6 +22,7 @@ from execution.callback import run_callback
 from execution.errors import CallEnded, Failure, Outage, Permanent
 from execution.jobs import JobCalls, OnNode
 from execution.prompt import run_prompt
+from execution.refusals import MOST_REFUSALS, Refusals
 from execution.routes import ROUTES, Routes
 from execution.text import error_text
 from execution.tool import ToolCalls
@@ -70,6 +71,7 @@ class Runner:
         self._jobs = JobCalls(settings, on_piece, on_node)
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._hang_ups: Counter[int] = Counter()  # by task
+        self._refusals = Refusals()
 
     def open(self) -> None:
         """Begin: first of all, every route is probed."""
@@ -152,9 +154,14 @@ class Runner:
     async def _carry_out(self, task: ClaimedTask, route: str | None) -> Outcome:
         """The handler's outcome; whatever it raises becomes one too."""
         max_bytes = self._settings.limits.max_error_bytes
+        began = self._refusals.begin()
         try:
             outcome = await self._handler(task, route)
         except Outage as ended:
+            if self._is_refused_for_its_own_sake(task, route, ended):
+                times = f"more than {MOST_REFUSALS} times, while it answers other prompts"
+                text = error_text(f"{ended}: refused {times}", max_bytes)
+                return Outcome("failure", error=text, route=route)
             self._pause(route, ended)
             if self._brings_down_its_server(task, ended):
                 times = f"{MOST_HANG_UPS} times under this prompt"
@@ -170,6 +177,7 @@ class Runner:
             outcome = Outcome("failure", error=text, route=route)
         if route is not None:
             self._routes.worked(route)
+            self._refusals.answered(route, task.task_id, began)
         return outcome
 
     def _outcome_of(self, verdict: Verdict, ended: CallEnded, route: str | None) -> Outcome:
@@ -197,6 +205,14 @@ class Runner:
             return False
         del self._hang_ups[task.task_id]
         return True
+
+    def _is_refused_for_its_own_sake(
+        self, task: ClaimedTask, route: str | None, ended: Outage
+    ) -> bool:
+        """Whether a route that serves others has refused this task so often, here."""
+        if route is None or not ended.refused:
+            return False
+        return self._refusals.is_to_blame(route, task.task_id, by_overload=not ended.alarm)
 
     def _handler(self, task: ClaimedTask, route: str | None) -> Awaitable[Outcome]:
         if task.kind == "prompt" and route is not None:
@@ -232,6 +248,7 @@ class Runner:
                 await self._backends[route].probe()
                 break
             except Outage as ended:
+                self._refusals.away(route)
                 wait_seconds = self._routes.pause(route, str(ended), ended.retry_after_seconds)
                 _log_paused(route, ended, wait_seconds)
                 self._on_route()

@@ -1,6 +1,7 @@
 """What has ended long ago goes: finished tasks by root, and the audit log month by month.
 
-A root is a lone task, or a run with all its steps and edges. Each batch is a transaction of its own
+A root is a lone task, or a run with all its steps and edges; an agent job goes with its checkpoints
+and its ledger (queries/checkpoints.py). Each batch is a transaction of its own
 and waits for no row: what somebody holds stays for the next time. Lock order: the rows of runs,
 then their steps, as everywhere (queries/steps.py); so under the lock of a finished run's row
 nobody requeues a step of it, and a run that was requeued before is no longer finished.
@@ -18,6 +19,7 @@ from datetime import datetime
 from psycopg2 import sql
 
 from connection import Connection, fetch, impatient, transaction
+from queries.checkpoints import forget_jobs_in_tx
 from queries.schema import PARTITION_LOCK_SECONDS
 
 PAGE_ROWS = 10_000  # that one statement looks through
@@ -52,7 +54,7 @@ WITH old AS (
 )
 DELETE FROM tasks t USING old
 WHERE t.task_id = old.task_id AND t.status IN ('SUCCEEDED', 'FAILED', 'CANCELLED')
-RETURNING t.task_id
+RETURNING t.task_id, t.kind
 """
 
 # As many as have BATCH_ROWS steps together. The state is asked again of the locked row: somebody
@@ -89,7 +91,7 @@ WITH ended AS (
 ),
 steps AS (
     DELETE FROM tasks s USING ended WHERE s.parent_id = ended.task_id
-    RETURNING s.task_id
+    RETURNING s.task_id, s.kind
 ),
 edges AS (
     DELETE FROM step_edges e USING steps WHERE e.task_id = steps.task_id
@@ -100,7 +102,8 @@ runs AS (
     RETURNING run.task_id
 )
 SELECT (SELECT count(*) FROM runs) AS runs, (SELECT count(*) FROM steps) AS steps,
-       (SELECT count(*) FROM edges) AS edges
+       (SELECT count(*) FROM edges) AS edges,
+       ARRAY(SELECT task_id FROM steps WHERE kind = 'agent') AS jobs
 """
 
 
@@ -130,8 +133,8 @@ def purge_finished(
     done = Purged()
     for page in _pages(conn, cutoff, page_rows):
         values = {**page, "cutoff": cutoff, "batch_rows": batch_rows}
-        while deleted := len(fetch(conn, DELETE_LONE_TASKS, values)):
-            done += Purged(tasks=deleted)
+        while (deleted := _purge_lone_tasks(conn, values)).tasks:
+            done += deleted
         while (deleted_runs := _purge_runs(conn, values)).runs:
             done += deleted_runs
     return done
@@ -149,6 +152,14 @@ def _pages(conn: Connection, cutoff: datetime, page_rows: int) -> Iterator[dict[
         after = page["last_id"]
 
 
+def _purge_lone_tasks(conn: Connection, values: dict[str, object]) -> Purged:
+    with transaction(conn) as cursor:
+        cursor.execute(DELETE_LONE_TASKS, values)
+        deleted = cursor.fetchall()
+        forget_jobs_in_tx(cursor, [row["task_id"] for row in deleted if row["kind"] == "agent"])
+        return Purged(tasks=len(deleted))
+
+
 def _purge_runs(conn: Connection, values: dict[str, object]) -> Purged:
     with transaction(conn) as cursor:
         cursor.execute(LOCK_OLD_RUNS, values)
@@ -158,6 +169,7 @@ def _purge_runs(conn: Connection, values: dict[str, object]) -> Purged:
         # A statement of its own: it sees what was committed before the rows were locked.
         cursor.execute(DELETE_RUNS, {"run_ids": run_ids})
         (counts,) = cursor.fetchall()
+        forget_jobs_in_tx(cursor, counts.pop("jobs"))
         return Purged(**counts)
 
 

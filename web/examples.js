@@ -1,4 +1,5 @@
-// Runs to begin with. They use only what every installation has: the built-in tools and a model.
+// Runs to begin with. They use only what every installation has, the built-in tools and a model; and
+// the last the agent team, for which the worker needs requirements-agents.txt.
 
 export const EXAMPLES = [
   {
@@ -65,6 +66,26 @@ export const EXAMPLES = [
           name: "tool_call.report",
           input: { tool: "echo", args: { text: "All three are in." } },
           dependsOn: ["tool_call.flaky_merge"],
+        },
+      ],
+    },
+  },
+  {
+    title: "A team writes code, a person reads it",
+    run: {
+      goal: "Have a function written, and have it explained",
+      steps: [
+        {
+          name: "agent_call.team",
+          input: {
+            task: "Write a Python function that says whether a text is a palindrome.",
+            require_approval: true,
+          },
+        },
+        {
+          name: "llm_call.explain",
+          input: { prompt: "Explain in two sentences:\n{{ agent_call.team.output.code }}" },
+          dependsOn: ["agent_call.team"],
         },
       ],
     },

@@ -98,6 +98,7 @@ function take(name, data) {
   if (name === "snapshot") takeState(data, model.applySnapshot);
   else if (name === "transition") takeTransition(data);
   else if (name === "token") note(model.applyToken(run, data));
+  else if (name === "node") note(model.applyNode(run, data));
 }
 
 function takeState(data, apply) {
@@ -206,8 +207,10 @@ async function fetchResult(step) {
   }
 }
 
-async function approve(step, approved, feedback) {
-  await call("POST", `/tasks/${step.id}/approve`, { body: JSON.stringify({ approved, feedback }) });
+// `artefact`: what the decision is about, where that can change; JSON leaves out what is undefined.
+async function approve(step, approved, feedback, artefact) {
+  const body = JSON.stringify({ approved, feedback, artefact });
+  await call("POST", `/tasks/${step.id}/approve`, { body });
 }
 
 async function requeue(step) {

@@ -2,8 +2,8 @@
 // functions on it, no DOM and no network, so that any history can be played to it.
 
 const FINAL = new Set(["SUCCEEDED", "FAILED", "CANCELLED"]);
-const FAILURES = new Set(["retry", "max_retry", "permanent", "deadline"]);
-const HANDED_BACK = new Set(["released", "outage"]);
+const FAILURES = new Set(["retry", "max_retry", "permanent", "deadline", "recursion_limit"]);
+const HANDED_BACK = new Set(["released", "outage", "parked"]);
 const LONGEST_LIVE_TEXT = 20_000;
 
 export function isFinal(status) {
@@ -65,8 +65,10 @@ function newStep(given) {
     told: 0, // the id of the newest transition that is part of this state
     reason: null,
     dueAt: null, // while it waits for its next try
-    live: null, // { attempt, text } while a model writes
-    wanted: false, // it has ended well, and its result has not been fetched yet
+    live: null, // { attempt, node, text } while a model writes
+    progress: null, // { node, phase } of a job's node that has begun or ended
+    approval: null, // { artefact, asks } while a job waits for a person
+    wanted: false, // it has brought or asks something that has not been fetched yet
   };
 }
 
@@ -84,12 +86,14 @@ function takeStep(step, given) {
     error: given.error,
     result: given.result,
     resultKnown: (given.status === "SUCCEEDED" || given.result !== null) && !given.result_left_out,
+    approval: given.result_left_out ? null : (given.approval ?? null),
     wanted: given.result_left_out,
     isLarge: given.result_left_out, // only for those who ask for it
     reason: given.error ? given.error.type : null,
     dueAt: null,
   });
   if (step.status !== "RUNNING" || step.live?.attempt !== step.attempt) step.live = null;
+  if (step.status !== "RUNNING" || step.progress?.attempt !== step.attempt) step.progress = null;
 }
 
 // One transition of the stream. Returns the step that changed, the run itself, or null when it is
@@ -118,6 +122,8 @@ function applyToStep(step, entry) {
   step.reason = entry.reason;
   step.attempt = entry.attempt;
   step.live = null;
+  step.progress = null;
+  step.approval = null;
   step.waitingFor = null;
   step.dueAt = null;
   step.error = errorOf(entry);
@@ -137,7 +143,9 @@ function applyToStep(step, entry) {
   step.resultKnown = false;
   step.isLarge = false;
   step.result = null;
-  step.wanted = entry.to === "SUCCEEDED" || entry.reason === "rejected";
+  step.wanted =
+    entry.to === "SUCCEEDED" || entry.reason === "parked" ||
+    (entry.reason === "rejected" && entry.to === "FAILED");
 }
 
 function errorOf(entry) {
@@ -156,12 +164,22 @@ function dueAfter(entry) {
 export function applyToken(run, piece) {
   const step = run.steps.get(piece.task_id);
   if (!step || step.status !== "RUNNING" || piece.attempt !== step.attempt) return null;
-  if (step.live?.attempt !== piece.attempt) step.live = { attempt: piece.attempt, text: "" };
+  const { attempt, node = null } = piece;
+  if (step.live?.attempt !== attempt || step.live.node !== node) step.live = { attempt, node, text: "" };
   step.live.text = (step.live.text + piece.text).slice(-LONGEST_LIVE_TEXT);
   return step;
 }
 
-// The step's row of GET /tasks/{id}, asked for because no transition carries a result. It may be
+// A node of an agent job has begun or ended. What it writes from then on is another text.
+export function applyNode(run, { task_id: id, attempt, node, phase }) {
+  const step = run.steps.get(id);
+  if (!step || step.status !== "RUNNING" || attempt !== step.attempt) return null;
+  step.progress = { attempt, node, phase };
+  step.live = null;
+  return step;
+}
+
+// The step's row of GET /tasks/{id}, asked for because no transition carries a result or a question. It may be
 // older or newer than what the stream has told, and then says nothing here.
 export function applyTask(run, task) {
   const step = run.steps.get(task.id);
@@ -169,6 +187,7 @@ export function applyTask(run, task) {
   step.wanted = false;
   step.result = task.result;
   step.resultKnown = task.status === "SUCCEEDED" || task.result !== null;
+  step.approval = task.state?.approval ?? null;
   step.seconds = task.duration_seconds ?? step.seconds;
   return step;
 }

@@ -16,26 +16,35 @@ export class Offers {
   update() {
     const { status, kind } = this.step;
     let offer = "nothing";
-    if (status === "AWAITING_APPROVAL") offer = "approve";
+    if (status === "AWAITING_APPROVAL") offer = this.asked();
     if (status === "FAILED") offer = kind === "approval" ? "ask again" : "run again";
     if (this.offered !== offer) {
       this.offered = offer;
       this.about = [];
-      const content = { nothing: () => [], approve: () => [this.approval()] }[offer];
-      this.element.replaceChildren(...(content ?? (() => [this.again(offer)]))());
+      if (offer === "nothing") this.element.replaceChildren();
+      else this.element.replaceChildren(status === "FAILED" ? this.again(offer) : this.approval());
       set(this.element, "hidden", offer === "nothing");
     }
     for (const { value, shown } of this.about) {
-      const now = filled(this.run, value);
+      const now = kind === "agent" ? value : filled(this.run, value);
       shown.show(typeof now === "string" ? now : asJson(now));
     }
   }
 
+  // What a job asks is fetched, and may be another thing the next time; a decision is about one.
+  asked() {
+    const { kind, approval, wanted } = this.step;
+    if (kind !== "agent") return "approve";
+    if (wanted) this.acts.fetchResult(this.step);
+    return approval ? `approve ${approval.artefact}` : "nothing";
+  }
+
   approval() {
+    const artefact = this.step.approval?.artefact;
     const feedback = make("textarea", { id: `feedback-${this.step.id}`, rows: 2 });
     const answer = (approved) => () => {
       const words = feedback.value.trim();
-      this.act(() => this.acts.approve(this.step, approved, words || null));
+      this.act(() => this.acts.approve(this.step, approved, words || null, artefact));
     };
     return make(
       "form",
@@ -52,10 +61,11 @@ export class Offers {
     );
   }
 
-  // What it is about: the input of the step, with the results it refers to.
+  // What it is about: what the job asks, or the input of the step, with the results it refers to.
   question() {
-    const list = make("dl", { class: "question" });
-    for (const [name, value] of Object.entries(this.step.input ?? {})) {
+    const { approval, input } = this.step;
+    const list = make("dl", { class: approval ? "question artefact" : "question" });
+    for (const [name, value] of Object.entries(approval ? named(approval.asks) : (input ?? {}))) {
       const shown = new Folded();
       this.about.push({ value, shown });
       list.append(make("dt", {}, name), make("dd", {}, shown.element));
@@ -97,4 +107,9 @@ export class Offers {
       for (const button of buttons) button.disabled = false;
     }
   }
+}
+
+// What a job asks by names: any graph's own question is any JSON.
+function named(asks) {
+  return asks !== null && typeof asks === "object" && !Array.isArray(asks) ? asks : { question: asks };
 }

@@ -10,7 +10,7 @@ import { LOOKS, kindWord, lookOfStep, noteOfStep, span, stepSeconds, wordOfStep 
 const MANY = 150; // rows; from here on those out of sight are not laid out
 
 export class StepList {
-  // `acts`: { approve(step, approved, feedback), requeue(step), fetchResult(step) }
+  // `acts`: { approve(step, approved, feedback, artefact), requeue(step), fetchResult(step) }
   constructor({ list, filters, acts }) {
     Object.assign(this, { list, filters, acts, run: null, rows: new Map(), only: null });
   }

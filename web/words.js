@@ -107,17 +107,34 @@ export function noteOfStep(run, step, now) {
   if (look === "blocked") return `waits for ${listed(unmetNeeds(run, step))}`;
   if (look === "retrying") return `${nextTry(step, now)}${because(step)}`;
   if (look === "paused") return `the model server is away; nothing is lost${because(step)}`;
-  if (look === "executing") return step.live ? lastLine(step.live.text) : "";
+  if (look === "executing") return progressOf(step);
   if (look === "done" && step.isLarge && !step.resultKnown) return "a long result: open to read it";
-  if (look === "done") return step.resultKnown ? oneLine(resultText(step)) : "";
+  if (look === "done") return step.resultKnown ? oneLine(outcomeOf(step)) : "";
   if (look === "failed") return step.error ? oneLine(step.error.message) : "";
   if (look === "cancelled" && step.reason === "dependency_failed") {
     return "a step it depends on did not succeed";
   }
   if (step.reason === "reaped") return "its worker was lost; the next free one takes it";
   if (step.reason === "released") return "its worker handed it back; the next free one takes it";
+  if (look === "queued" && step.reason === "approved") return "approved; the next free worker goes on";
+  if (look === "queued" && step.reason === "rejected") return "sent back; the next free worker goes on";
   if (step.status === "PENDING") return "the next free worker takes it";
   return "";
+}
+
+// What is being written; of a job also by which of its nodes, or how far it has come.
+function progressOf({ live, progress }) {
+  if (live) return `${live.node ? `${live.node}: ` : ""}${lastLine(live.text)}`;
+  if (!progress) return "";
+  return `${progress.node} ${progress.phase === "finished" ? "is done" : "is at work"}`;
+}
+
+// A result in one line; of a job that was judged, the verdict first.
+function outcomeOf(step) {
+  const { verdict, stopped, code } = step.result ?? {};
+  if (step.kind !== "agent" || typeof verdict !== "string") return resultText(step);
+  const why = stopped ? ` (stopped by ${stopped})` : "";
+  return `${verdict}${why}${typeof code === "string" ? `: ${code}` : ""}`;
 }
 
 function nextTry(step, now) {
@@ -155,8 +172,20 @@ export function resultText(step) {
     const word = result.approved ? "approved" : "rejected";
     return result.feedback ? `${word}: ${result.feedback}` : word;
   }
+  if (kind === "agent" && result && typeof result === "object" && !Array.isArray(result)) {
+    return partsText(result);
+  }
   const shown = kind === "prompt" && result && "json" in result ? result.json : result;
   return typeof shown === "string" ? shown : asJson(shown);
+}
+
+// The parts of a job's result, one below the other; texts as they are.
+function partsText(result) {
+  const parts = Object.entries(result).filter(([, value]) => value !== null && value !== "");
+  return parts
+    .map(([name, value]) => [name, typeof value === "string" ? value : asJson(value)])
+    .map(([name, text]) => (text.includes("\n") ? `${name}:\n${text}` : `${name}: ${text}`))
+    .join("\n\n");
 }
 
 export function asJson(value) {
@@ -177,6 +206,7 @@ const DETAILS = {
   error: (error) => error,
   by: (who) => `by ${who}`,
   feedback: (text) => `“${text}”`,
+  artefact: (hash) => `about ${hash.slice(0, 8)}`,
 };
 
 export function detailWords(detail) {

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import httpx
@@ -109,9 +111,10 @@ class ModelServer:
         if status in (401, 403):
             return self._key_refused(said)
         if status == 402:
-            return Outage(f"{said}: it wants to be paid", alarm=True)
+            return Outage(f"{said}: it wants to be paid", alarm=True, refused=True)
         if status in (429, 502, 503):
-            return Outage(said, retry_after_seconds=_retry_after_seconds(response))
+            wait_seconds = _retry_after_seconds(response)
+            return Outage(said, retry_after_seconds=wait_seconds, refused=True)
         if status == 404:
             return Permanent(f"{said}; {if_missing}")
         if status in (400, 422):
@@ -119,7 +122,7 @@ class ModelServer:
         return Failure(said)
 
     def _key_refused(self, said: str) -> Outage:
-        return Outage(f"{said}: {self._about_key}", alarm=True)
+        return Outage(f"{said}: {self._about_key}", alarm=True, refused=True)
 
 
 class Answer:
@@ -243,7 +246,17 @@ async def _error_of(response: httpx.Response) -> str:
 
 
 def _retry_after_seconds(response: httpx.Response) -> float | None:
+    """What Retry-After asks for: seconds, or an instant by the server's own clock."""
     value = response.headers.get("Retry-After", "")
-    if not (value.isascii() and value.isdigit()):
+    if value.isascii() and value.isdigit():
+        return min(float(value), LONGEST_RETRY_AFTER_SECONDS)
+    try:
+        wait = _instant(value) - _instant(response.headers.get("Date", ""))
+    except (ValueError, OverflowError):
         return None
-    return min(float(value), LONGEST_RETRY_AFTER_SECONDS)
+    return min(max(wait.total_seconds(), 0.0), LONGEST_RETRY_AFTER_SECONDS)
+
+
+def _instant(value: str) -> datetime:
+    instant = parsedate_to_datetime(value)
+    return instant if instant.tzinfo is not None else instant.replace(tzinfo=UTC)

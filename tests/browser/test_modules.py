@@ -222,3 +222,99 @@ def test_what_a_person_is_asked_is_filled_text_by_text_so_that_a_result_is_never
         ]) }, value)
     """
     assert ask("fill", script, [given, result]) == shown
+
+
+# --- steps of the agent team -----------------------------------------------------------------
+
+PARKED = entry(12, 2, "RUNNING", "AWAITING_APPROVAL", "parked", detail={"artefact": "a" * 64})
+REJECTED = entry(13, 2, "AWAITING_APPROVAL", "PENDING", "rejected")
+ASKED = {"artefact": "a" * 64, "asks": {"code": "x"}}
+WAITING = {"kind": "agent", "status": "AWAITING_APPROVAL", "attempt": 1}
+
+
+def test_what_a_job_asks_is_wanted_when_it_parks_and_gone_when_it_goes_on(ask: Any) -> None:
+    script = """
+    (m, { snapshot, entries, task }) => {
+        const run = m.newRun(1);
+        m.applySnapshot(run, snapshot);
+        const step = run.steps.get(2);
+        const seen = [];
+        for (const entry of entries) {
+            m.applyTransition(run, entry);
+            seen.push([step.status, step.wanted, step.approval]);
+            if (step.wanted) m.applyTask(run, task);
+            seen.push([step.wanted, step.approval, step.deliveries]);
+        }
+        return seen;
+    }
+    """
+    task = {
+        "id": 2, "status": "AWAITING_APPROVAL", "attempt": 1, "result": None,
+        "duration_seconds": 1, "state": {"approval": ASKED},
+    }  # fmt: skip
+    given = {
+        "snapshot": snapshot(step("s2", kind="agent")), "task": task,
+        "entries": [CLAIMED, PARKED, REJECTED],
+    }  # fmt: skip
+    assert ask("model", script, given) == [
+        ["RUNNING", False, None], [False, None, 1],
+        ["AWAITING_APPROVAL", True, None], [False, ASKED, 0],
+        ["PENDING", False, None], [False, None, 0],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("left_out", [False, True])
+def test_a_snapshot_brings_what_is_asked_unless_it_is_too_much_for_it(
+    ask: Any,
+    left_out: bool,
+) -> None:
+    script = """
+    (m, snapshot) => {
+        const run = m.newRun(1);
+        m.applySnapshot(run, snapshot);
+        const { approval, wanted } = run.steps.get(2);
+        return [approval, wanted];
+    }
+    """
+    told = {"artefact": "a" * 64, "asks": None} if left_out else ASKED
+    waiting = step("s2", **WAITING, approval=told, result_left_out=left_out)
+    assert ask("model", script, snapshot(waiting)) == [None if left_out else ASKED, left_out]
+
+
+def test_what_nodes_do_is_told_of_this_attempt_only_and_each_writes_its_own_text(
+    ask: Any,
+) -> None:
+    script = """
+    async (m, { snapshot, claimed, retry }) => {
+        const { noteOfStep } = await import("/web/words.js");
+        const run = m.newRun(1);
+        m.applySnapshot(run, snapshot);
+        const step = run.steps.get(2);
+        const notes = [];
+        const note = (told) => notes.push([told !== null, noteOfStep(run, step, 0)]);
+        const first = { task_id: 2, attempt: 1 };
+        const node = (node, phase, at = first) => note(m.applyNode(run, { ...at, node, phase }));
+        const say = (node, text) => note(m.applyToken(run, { ...first, node, text }));
+        node("coder", "started");
+        m.applyTransition(run, claimed);
+        node("coder", "started", { task_id: 2, attempt: 2 });
+        node("coder", "started");
+        say("coder", "def ");
+        say("coder", "x");
+        say("reviewer", "{");
+        say("coder", "def ");
+        node("coder", "finished");
+        say("reviewer", "{");
+        m.applyState(run, snapshot);
+        note(step);
+        return notes;
+    }
+    """
+    given = {"snapshot": snapshot(step("s2", kind="agent")), "claimed": CLAIMED}
+    notes = ask("model", script, given)
+    waits = "the next free worker takes it"
+    assert notes == [
+        [False, waits], [False, ""], [True, "coder is at work"], [True, "coder: def "],
+        [True, "coder: def x"], [True, "reviewer: {"], [True, "coder: def "],
+        [True, "coder is done"], [True, "reviewer: {"], [True, waits],
+    ]  # fmt: skip

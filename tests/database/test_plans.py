@@ -20,6 +20,7 @@ import db
 from config import ROOT
 from db import Connection, Row
 from queries import (
+    checkpoints,
     claims,
     events,
     jobs,
@@ -36,7 +37,7 @@ from queries.leases import Outcome
 from states import Kind, Status
 from tests.conftest import administrator, fresh_database, settings_for
 from tests.support import rows
-from tests.support.plans import plan_of, plans_inside_functions
+from tests.support.plans import OF_JOBS, plan_of, plans_inside_functions
 from tests.support.rows import sql
 
 # --- every statement -------------------------------------------------------------------------
@@ -67,7 +68,7 @@ SAMPLES: dict[str, Any] = {
     **dict.fromkeys(("steps", "edges"), NO_ROWS),
     **dict.fromkeys(("task_id", "number", "root_id", "after", "last_id", "before", "only"), 7),
     **dict.fromkeys(("run_id", "count"), 7),
-    **{name: [7] for name in ("run_ids", "succeeded", "dead", "locked_runs")},
+    **{name: [7] for name in ("run_ids", "task_ids", "succeeded", "dead", "locked_runs")},
     "approved": True,
     "payload": "{}",
     **dict.fromkeys(("limit", "most", "slots", "sweep_limit", "depth_limit", "most_bytes"), 4),
@@ -187,6 +188,27 @@ SELECT 2000000 + 1000 * run + n, 'tool', 'tenant-8', '{}', 2000000 + 1000 * run,
 FROM generate_series(1, 40) AS run CROSS JOIN generate_series(1, 100) AS n;
 INSERT INTO step_edges (task_id, needs)
 SELECT task_id, task_id - 1 FROM tasks WHERE tenant = 'tenant-8' AND step <> 'step-1';
+INSERT INTO tasks (task_id, kind, payload, status, reason, due, result, finished_at)
+SELECT 4000000 + n, 'agent', '{"task": "t"}', 'SUCCEEDED', 'succeeded', false, '{}',
+       current_instant() - interval '40 days'
+FROM generate_series(1, 10000) AS n;
+INSERT INTO checkpoints (thread_id, checkpoint_id, checkpoint)
+SELECT 4000000 + n, c, jsonb_build_object('channel_versions', jsonb_build_object('notes', c::text))
+FROM generate_series(1, 10000) AS n CROSS JOIN generate_series(1, 6) AS c;
+INSERT INTO checkpoint_blobs (thread_id, channel, version, type)
+SELECT 4000000 + n, 'notes', c, 'null'
+FROM generate_series(1, 10000) AS n CROSS JOIN generate_series(1, 6) AS c;
+INSERT INTO checkpoint_writes (thread_id, checkpoint_id, task_id, idx, channel, blob)
+SELECT 4000000 + n, c, 'x', 0, 'notes', ''
+FROM generate_series(1, 10000) AS n CROSS JOIN generate_series(1, 6) AS c;
+INSERT INTO job_states (
+    task_id, checkpoint_id, attempt, nodes, next_nodes, graph_version, state, prompt_tokens,
+    completion_tokens)
+SELECT 4000000 + n, c, 1, '{}', '{}', 'v', '{}', 0, 0
+FROM generate_series(1, 10000) AS n CROSS JOIN generate_series(1, 6) AS c;
+INSERT INTO model_calls (task_id, node, node_run, ordinal, reserved_tokens)
+SELECT 4000000 + n, 'note', c, 0, 1
+FROM generate_series(1, 10000) AS n CROSS JOIN generate_series(1, 6) AS c;
 INSERT INTO tasks (task_id, kind, tenant, payload, status, reason, due, gate, name)
 SELECT 3000000 + n, 'agent', 'tenant-9', '{"task": "t"}', 'AWAITING_APPROVAL', 'parked', false,
        '{"artefact": "x", "asks": 1}', 'job-' || n
@@ -238,6 +260,8 @@ def full(request: pytest.FixtureRequest, server_url: str) -> Iterator[Connection
                 cursor.execute(f"ALTER TABLE {table} SET (autovacuum_enabled = false)")
             cursor.execute(f"ANALYZE {', '.join(FILLED)}, audit_log")
             cursor.execute(FILL)
+            # Only a purge reads what jobs leave behind, once a day: long after autovacuum did.
+            cursor.execute(f"ANALYZE {', '.join(OF_JOBS)}")
             if request.param == "fresh":
                 cursor.execute(f"ANALYZE {', '.join(FILLED)}, audit_log")
         with contextlib.closing(db.connect(url, settings_for(url).database, "test")) as conn:
@@ -400,10 +424,14 @@ def of_retention() -> dict[str, Ask]:
     tasks = {"after": 20_000, "last_id": 21_000, "cutoff": "2100-01-01", "batch_rows": 200}
     ended = {**tasks, "after": 2_000_000, "last_id": 2_010_000}
     look = {"after": 20_000, "cutoff": "2100-01-01", "page_rows": 1000}
+    jobs = {"days": 30, "after_thread": "4004", "batch_rows": 20}
+    job_ids = {"task_ids": list(range(4_002_000, 4_002_020))}
     return {
         "the next page": (retention.NEXT_PAGE, look, 60, 0),
         "delete 200 tasks": (retention.DELETE_LONE_TASKS, tasks, 2500, 1000),
         "lock 2 runs of 10": (retention.LOCK_OLD_RUNS, ended, 400, 1000),
+        "purge 20 jobs": (checkpoints.PURGE_CHECKPOINTS, jobs, 4000, 200),
+        "forget 20 jobs": (checkpoints.FORGET_JOBS, job_ids, 2000, 0),
         "delete 2 runs": (retention.DELETE_RUNS, {"run_ids": ENDED_RUNS}, 2000, 0),
     }
 
@@ -461,6 +489,9 @@ NOT_HOT = {
     "CUTOFF": "touches no table",
     "OLDEST_PARTITION": "reads the catalogue: there are as many rows as months",
     "TAKE_PARTITION_TURN": "touches no table",
+    "TAKE_LOST_JOBS_TURN": "touches no table",
+    "FIND_LOST_JOBS": "once a day it reads the keys of all jobs",
+    "DELETE_OLD_COUNTERS": "there are as many rows as tenants",
     "LIST_WORKERS": "there are as many rows as workers",
     "READ_QUEUE": "counts: test_listing_plans.py",
     "READ_STATE": "once per process",

@@ -128,3 +128,39 @@ def test_a_server_that_dies_in_the_middle_of_an_answer_is_a_failure_and_then_an_
     row = queue.await_final(task_id)
     assert (row["status"], row["retry_count"]) == ("SUCCEEDED", 1)
     queue.check()
+
+
+def test_a_prompt_that_alone_is_refused_becomes_a_dead_letter_and_the_others_are_served(
+    processes: Processes, fake: FakeOllama, queue: Queue
+) -> None:
+    processes.configure(worker=QUICK, retry={"max_retry": 1})
+    fake.on("flagged", status(429, "not this one"))
+    (flagged,) = queue.submit("flagged")
+    worker = processes.worker()
+    others = []
+
+    def is_over() -> bool:
+        others.extend(queue.submit("fine"))
+        queue.await_final(others[-1])
+        return bool(queue.row(flagged)["status"] == "FAILED")
+
+    eventually(is_over, 90, what="the flagged prompt is a dead letter")
+    row = queue.row(flagged)
+    assert (row["reason"], row["retry_count"]) == ("max_retry", 1)
+    assert "not this one: refused more than 5 times" in row["last_error"]
+    assert 5 <= queue.story(flagged).count("outage") <= 10  # as others happen to be served between
+    assert {queue.row(task_id)["status"] for task_id in others} == {"SUCCEEDED"}
+    assert worker.is_running()
+    queue.check()
+
+
+def test_prompts_that_a_server_refuses_like_all_others_wait_and_nothing_is_burned(
+    processes: Processes, fake: FakeOllama, queue: Queue
+) -> None:
+    """Probes are answered; every call is refused until the server has had its rest."""
+    tasks = queue.submit("one", "two", "three")
+    for name in ("one", "two", "three"):
+        fake.on(name, [status(503, "overloaded")] * 3 + [echo])
+    processes.worker()
+    for task_id in tasks:
+        check_finished_unburned(queue, task_id)

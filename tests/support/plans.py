@@ -12,7 +12,8 @@ import db
 from db import Connection
 
 # Tables that grow with the work; next month's partition of the audit log is empty.
-GROWS = ("tasks", "audit_log", "model_calls", "tenant_tokens", "job_states")
+OF_JOBS = ("checkpoints", "checkpoint_blobs", "checkpoint_writes", "job_states", "model_calls")
+GROWS = ("tasks", "audit_log", "tenant_tokens", *OF_JOBS)
 
 
 @dataclass(frozen=True)
