@@ -79,7 +79,7 @@ def web_url(text: str, base: httpx.URL | None = None) -> httpx.URL:
     if url.scheme not in ("http", "https") or not url.host:
         raise ValueError("the URL is to begin with http:// or https:// and a host")
     host = url.raw_host.decode("ascii", errors="replace")
-    if not HOST.fullmatch(host) or (url.port or 0) > 65_535:
+    if not HOST.fullmatch(host) or not 0 < (80 if url.port is None else url.port) <= 65_535:
         raise ValueError("the URL's host or port is none")
     if url.userinfo:
         raise ValueError("a URL with a name and password is not used: they would be on record")

@@ -174,7 +174,9 @@ class Worker:
 
     def settle(self, conn: db.Connection) -> None:
         """Write every outcome there is; what cannot be written now is kept for the next round."""
-        self._unsettled += self.runner.take_finished()
+        if finished := self.runner.take_finished():
+            self._unsettled += finished
+            self._tokens.flush()  # watchers hear what a task has said before they hear of its end
         held_up = 0  # the first of them: somebody holds their rows
         while batch := batch_to_settle(self._unsettled[held_up:]):
             self.held.begin_settling(lease for lease, _ in batch)

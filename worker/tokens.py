@@ -21,6 +21,7 @@ LONGEST_PIECE = 1500  # characters; a notification has a limit of 8,000 bytes
 MOST_UNSENT = 1000  # pieces; beyond that they are dropped
 
 LONGEST_NODE = 200  # characters of its name
+LONGEST_FLUSH_SECONDS = 0.5
 
 
 class Source(NamedTuple):
@@ -51,6 +52,8 @@ class TokenSender(threading.Thread):
         self._watched_until: dict[int, float] = {}
         self._unsent: list[Unsent] = []
         self._filled = threading.Event()
+        self._hurried = threading.Event()
+        self._all_sent = threading.Event()
         self._conn: db.Connection | None = None
 
     def watch(self, root_ids: Iterable[int]) -> None:
@@ -68,22 +71,37 @@ class TokenSender(threading.Thread):
         with self._lock:
             if len(self._unsent) < MOST_UNSENT:
                 self._unsent.append(unsent)
+                self._all_sent.clear()
             if self.ident is None:  # two threads must not both start it
                 self.start()
         self._filled.set()
 
+    def flush(self) -> None:
+        """Send what is queued, now: what a task has said is to be heard before its end is.
+
+        For a moment only; a watcher can do without, a settle cannot wait for long.
+        """
+        if self.ident is None or self._all_sent.is_set():
+            return
+        self._hurried.set()
+        self._all_sent.wait(LONGEST_FLUSH_SECONDS)
+
     def run(self) -> None:
         while True:
             self._filled.wait()
-            time.sleep(COALESCE_SECONDS)
+            self._hurried.wait(COALESCE_SECONDS)
             with self._lock:
                 unsent, self._unsent = self._unsent, []
                 self._filled.clear()
+                self._hurried.clear()
             try:
                 self._send(unsent)
             except Exception as failed:  # nobody depends on it
                 logger.debug("Pieces of answers were dropped: %s", failed)
                 self._conn = None
+            with self._lock:
+                if not self._unsent:
+                    self._all_sent.set()
 
     def _send(self, unsent: list[Unsent]) -> None:
         if self._conn is None or self._conn.closed:

@@ -133,3 +133,16 @@ def test_streams_that_were_dropped_leave_nothing_behind(api: Api) -> None:
     open_and_drop(500)
     eventually(lambda: process.num_fds() <= before[1] + 2)
     assert process.num_threads() <= before[0] + 2
+
+
+def test_a_watcher_hears_the_last_word_of_a_task_before_it_hears_of_its_end(
+    api: Api, processes: Processes, fake: FakeOllama
+) -> None:
+    fake.on("anything", answer("one two three four five", chunks=5, delay=0.5))
+    task_id = api.submit("anything")
+    watcher = Watcher(api, f"/tasks/{task_id}/events")
+    eventually(lambda: watcher.names() == ["snapshot"])
+    processes.worker()
+    *_, last, succeeded, end = watcher.until_end()
+    assert (last.name, succeeded.name, end.name) == ("token", "transition", "end")
+    assert "one two three four five".endswith(str(last.data["text"]))

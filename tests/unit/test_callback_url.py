@@ -84,7 +84,7 @@ def test_where_a_name_leads_is_not_asked_at_the_post(url: str) -> None:
     [
         "", "hooks", "/hooks", "//hooks.example/", "ftp://a.example/", "file:///etc/passwd",
         "gopher://a/", "javascript:1", "http://", "http:///a", "http://a b/", "http://[::/",
-        "http://a:99999/", "http://%31%32%37.0.0.1/", "http://a.example\\@b/", "ws://a.example/",
+        "http://a:99999/", "http://a:0/", "http://%31%32%37.0.0.1/", "http://a.example\\@b/", "ws://a.example/",
         "http://a.example/\n", "mailto:a@b.example",
     ],
 )  # fmt: skip
