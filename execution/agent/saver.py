@@ -20,7 +20,12 @@ from typing import Any, TypeVar
 import psycopg
 import psycopg.errors
 from langchain_core.runnables import RunnableConfig
-from langgraph.checkpoint.base import ChannelVersions, Checkpoint, CheckpointMetadata
+from langgraph.checkpoint.base import (
+    ChannelVersions,
+    Checkpoint,
+    CheckpointMetadata,
+    CheckpointTuple,
+)
 from langgraph.checkpoint.postgres import PostgresSaver
 from langgraph.types import Send
 from psycopg import Cursor
@@ -31,6 +36,7 @@ from psycopg_pool import ConnectionPool
 from config import DatabaseSettings, Settings
 from connection import FROZEN_SECONDS, TOO_LARGE_CLASS
 from errors import DatabaseUnavailable, LeaseLost, SchemaOutdated
+from execution.agent.clock import go_on_behind
 from execution.agent.shown import MOST_BYTES, shown
 from queries.jobs import (
     INSERT_STATE,
@@ -159,6 +165,13 @@ class FencedSaver(PostgresSaver):
         self._graph_version = graph_version
         self._max_state_bytes = max_state_bytes
         self._in_this_thread = threading.local()  # LangGraph writes from several
+
+    def get_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
+        """The checkpoint that the job goes on from; those it makes from now on are newer."""
+        found = super().get_tuple(config)
+        if found is not None:
+            go_on_behind(found.checkpoint["id"])
+        return found
 
     def put(
         self,
