@@ -20,8 +20,9 @@ from config import Settings
 from connection import Connection
 from errors import BudgetRefused, DatabaseUnavailable, LeaseLost
 from execution.agent.context import BudgetSpent, InvalidReply, JobContext, JobStopped
+from execution.agent.prompts import for_repair
 from execution.agent.signals import Signals
-from execution.answers import InvalidAnswer, reader, repair_prompt
+from execution.answers import InvalidAnswer, reader
 from execution.backends.interface import Backend, Completion
 from execution.errors import EmptyAnswer, Failure, Outage
 from execution.text import storable
@@ -204,7 +205,7 @@ class JobModel(JobContext):
         try:
             return read(text)
         except InvalidAnswer as complaint:
-            text = self.calls.reply(repair_prompt(prompt, text, complaint), schema)
+            text = self.calls.reply(for_repair(prompt, text, complaint), schema)
         try:
             return read(text)
         except InvalidAnswer as again:
