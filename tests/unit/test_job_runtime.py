@@ -13,7 +13,7 @@ pytest.importorskip("langgraph", reason="comes with requirements-agents.txt")
 from execution.agent.graphs import Graphs, version_of
 from execution.agent.signals import Signals
 from execution.backends.server import Answer
-from execution.errors import EmptyAnswer, Failure
+from execution.errors import EmptyAnswer, Failure, Permanent
 from execution.routes import Routes
 from execution.runner import Runner
 from queries.leases import ClaimedTask, Lease
@@ -79,6 +79,24 @@ def test_a_graph_is_built_once_and_its_defaults_are_known() -> None:
     assert graph.defaults == {"said": []}
     with pytest.raises(Failure, match="no graph 'other', only own"):
         graphs.load("other")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("unsaved", "node inner is a graph compiled with checkpointer=False"),
+        ("unsaved_within", "node inner is a graph compiled with checkpointer=False"),
+        ("async_node", "waits is an async function"),
+        ("async_branch", "first's branch is an async function"),
+        ("limited", "timeouts are only supported for async nodes"),
+    ],
+)
+def test_a_graph_that_would_fail_in_every_job_is_refused_with_what_is_wrong(
+    name: str, says: str
+) -> None:
+    graphs = Graphs({"own": f"tests.support.sample_graphs:build_{name}"})
+    with pytest.raises(Permanent, match=f"is no graph that can run.*{says}"):
+        graphs.load("own")
 
 
 # --- what models say ------------------------------------------------------------------------------
