@@ -27,7 +27,7 @@ from connection import Row
 from errors import DatabaseUnavailable, LeaseLost
 from execution.agent.context import BudgetSpent, JobStopped
 from execution.agent.graphs import Graph, Graphs
-from execution.agent.model import Calls, JobModel
+from execution.agent.model import Calls, Frames, JobModel
 from execution.agent.saver import FencedSaver, open_pool, shown
 from execution.agent.signals import Signals
 from execution.errors import CallEnded, Failure, Permanent
@@ -48,7 +48,8 @@ INPUT = "task"
 
 
 class Shared:
-    """What the jobs of a process share: graphs, and connections for checkpoints and ledger."""
+    """What the jobs of a process share: graphs, connections for checkpoints and ledger, and what
+    is known of the servers' own tokens."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -58,6 +59,7 @@ class Shared:
             settings.database_url, settings.database.model_copy(update=size), "agent jobs"
         )
         self.checkpoints = open_pool(settings)
+        self.frames = Frames()
 
     def close(self) -> None:
         self.checkpoints.close()
