@@ -86,7 +86,7 @@ def job_state(row: dict[str, Any]) -> dict[str, Any] | None:
         return None
     return {
         **(row["job_state"] or {}),
-        "next": row["next_nodes"] or [],
+        "next": [] if Status(row["status"]).is_final else row["next_nodes"] or [],
         "prompt_tokens": row["prompt_tokens"],
         "completion_tokens": row["completion_tokens"],
         "cost": money(row["cost"]),

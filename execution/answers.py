@@ -83,8 +83,13 @@ def _validator(schema_text: str) -> Any:
 
 def repair_prompt(prompt: str, answer: str, complaint: object) -> str:
     """What to ask the model when its answer could not be read."""
-    quoted = shortened(answer, LONGEST_QUOTE)
+    quoted = quote(answer)
     return REPAIR.format(prompt=prompt, answer=quoted, complaint=complaint)
+
+
+def quote(answer: str) -> str:
+    """As much of an answer as its model needs to see again."""
+    return shortened(answer, LONGEST_QUOTE)
 
 
 def _parsed(text: str, max_bytes: int) -> Any:

@@ -54,7 +54,11 @@ class EmptyAnswer(Failure):
 
 
 class Permanent(CallEnded):
-    pass
+    """`refused`: the other side answered that it does not take the call."""
+
+    def __init__(self, message: str, refused: bool = False) -> None:
+        super().__init__(message)
+        self.refused = refused
 
 
 def not_installed(what: str, package: str, missing: ImportError) -> Permanent:

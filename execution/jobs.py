@@ -95,8 +95,17 @@ class JobCalls:
             from execution.agent.model import Calls
 
             on_text, on_node = partial(self._on_text, task), partial(self._on_node, task)
-            settings, ledger = self._settings, shared.ledger
-            calls = Calls(task, route, backend, settings, ledger, loop, signals, on_text)
+            calls = Calls(
+                task,
+                route,
+                backend,
+                self._settings,
+                shared.ledger,
+                loop,
+                signals,
+                on_text,
+                shared.frames,
+            )
             return Job(task, route, shared, calls, signals, on_node).run()
         finally:
             self._threads.discard(this)

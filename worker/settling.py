@@ -25,7 +25,8 @@ IMPATIENT_SECONDS = 0.5
 IMPATIENT_PART_SECONDS = 0.05
 
 LARGEST_BATCH = 100
-LARGEST_BATCH_CHARACTERS = 16_000_000  # of answers; Postgres takes up to 256 MB in one statement
+# Of results and gates; Postgres takes up to 256 MB in one statement.
+LARGEST_BATCH_CHARACTERS = 16_000_000
 
 Finished = tuple[Lease, Outcome]
 
@@ -35,7 +36,7 @@ def batch_to_settle(unsettled: Sequence[Finished]) -> list[Finished]:
     batch: list[Finished] = []
     characters = 0
     for lease, outcome in unsettled[:LARGEST_BATCH]:
-        characters += len(str(outcome.result or ""))
+        characters += len(str(outcome.result or "")) + len(str(outcome.gate or ""))
         if batch and characters > LARGEST_BATCH_CHARACTERS:
             break
         batch.append((lease, outcome))

@@ -74,11 +74,34 @@ def _loaded(name: str, entry: str) -> Graph:
         hint = "; leave its compile() out" if is_compiled else ""
         raise Permanent(f"{key} returns a {type(builder).__name__}, not a StateGraph{hint}")
     try:
-        builder.validate()
+        _check(builder)
+        builder.compile()
         return Graph(name, builder, version_of(builder), _defaults(builder.state_schema))
     except Exception as refused:
         said = f"{type(refused).__name__}: {words_of_error(refused)}"
         raise Permanent(f"{key} is no graph that can run: {said}") from refused
+
+
+def _check(builder: StateGraph[Any, Any, Any, Any]) -> None:
+    """Raise ValueError if there is something in it that fails when a job comes to it: an async
+    function, or a graph that cannot be saved step by step as all else is."""
+    for name, node in builder.nodes.items():
+        _check_is_plain(name, node.runnable)
+        if isinstance(inner := node.runnable, CompiledStateGraph):
+            if inner.checkpointer is False:
+                raise ValueError(
+                    f"node {name} is a graph compiled with checkpointer=False; leave that out"
+                )
+            _check(inner.builder)
+    for source, branches in builder.branches.items():
+        for branch in branches.values():
+            _check_is_plain(f"{source}'s branch", branch.path)
+
+
+def _check_is_plain(name: str, runnable: object) -> None:
+    """LangGraph has wrapped functions: an async one alone is its `afunc`."""
+    if getattr(runnable, "func", runnable) is None:
+        raise ValueError(f"{name} is an async function; make it a plain one")
 
 
 def version_of(builder: StateGraph[Any, Any, Any, Any]) -> str:

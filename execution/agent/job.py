@@ -24,15 +24,15 @@ from langgraph.types import Command, Interrupt, StateSnapshot
 
 from config import TEAM, Settings
 from connection import Row
-from errors import DatabaseUnavailable, LeaseLost
+from errors import DatabaseUnavailable, LeaseLost, SchemaOutdated
 from execution.agent.context import BudgetSpent, JobStopped
 from execution.agent.graphs import Graph, Graphs
-from execution.agent.model import Calls, JobModel
-from execution.agent.saver import FencedSaver, open_pool, shown
+from execution.agent.model import Calls, Frames, JobModel
+from execution.agent.saver import FencedSaver, open_pool
+from execution.agent.shown import shown
 from execution.agent.signals import Signals
 from execution.errors import CallEnded, Failure, Permanent
 from execution.text import words_of_error
-from execution.tools.results import storable_result
 from pool import Pool
 from queries.jobs import newest_state
 from queries.leases import ClaimedTask, Outcome
@@ -43,12 +43,17 @@ logger = logging.getLogger(__name__)
 OnNode = Callable[[str, str], None]  # a node's name, "started" or "finished"
 CompiledGraph = CompiledStateGraph[Any, Any, Any, Any]
 
-DATABASE_AWAY_SECONDS = 1.0  # before a job that Postgres failed is tried again
+# Before a job is tried again that failed for no fault of its own.
+DATABASE_AWAY_SECONDS = 1.0
+WRONG_TABLES_SECONDS = 5.0
 INPUT = "task"
+# Far below what one statement carries, and more than anybody reads before they decide.
+MOST_ASKS_BYTES = 4 * 1024 * 1024
 
 
 class Shared:
-    """What the jobs of a process share: graphs, and connections for checkpoints and ledger."""
+    """What the jobs of a process share: graphs, connections for checkpoints and ledger, and what
+    is known of the servers' own tokens."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -58,6 +63,7 @@ class Shared:
             settings.database_url, settings.database.model_copy(update=size), "agent jobs"
         )
         self.checkpoints = open_pool(settings)
+        self.frames = Frames()
 
     def close(self) -> None:
         self.checkpoints.close()
@@ -84,14 +90,11 @@ class Job:
             return Outcome("released")
         except DatabaseUnavailable as away:
             return self._postponed(away)
+        except SchemaOutdated as wrong:  # an installation's fault: jobs wait for its end
+            logger.error("Task %s cannot go on: %s", self.task.task_id, wrong)
+            return Outcome("released", delay_seconds=WRONG_TABLES_SECONDS)
         except JobStopped:
             return self._stopped()
-        except BudgetSpent as spent:
-            outcome = self._cut_short(spent)
-        except GraphRecursionError:
-            limit = self.shared.settings.agents.recursion_limit
-            error = f"it took more steps than agents.recursion_limit ({limit}) in one attempt"
-            outcome = Outcome("recursion_limit", error=error)
         except CallEnded:
             raise
         except BaseException as failed:  # of a node, or of LangGraph about one
@@ -109,7 +112,8 @@ class Job:
         if newest is not None and not newest["next_nodes"]:
             return self._succeeded({**self._defaults(), **newest["state"]})  # it had ended before
         graph = self._graph()
-        saver = FencedSaver(self.shared.checkpoints, self.task, graph.version)
+        most = self.shared.settings.limits.max_result_bytes
+        saver = FencedSaver(self.shared.checkpoints, self.task, graph.version, most)
         compiled = graph.compiled(saver)
         config: RunnableConfig = {
             "configurable": {"thread_id": str(self.task.task_id)},
@@ -126,7 +130,13 @@ class Job:
             given = None
             if snapshot.interrupts and (given := self._answer(snapshot.interrupts)) is None:
                 return _parked(snapshot.interrupts[0])
-        self._stream(compiled, given, config, has_run)
+        try:
+            self._stream(compiled, given, config, has_run)
+        except BudgetSpent as spent:  # what there is, is the result: also of finished branches
+            values = compiled.get_state(config).values
+            return self._succeeded({**graph.defaults, **values, "stopped": spent.which})
+        except GraphRecursionError as reached:
+            return self._out_of_steps(compiled.get_state(config), reached)
         return self._outcome(graph, compiled.get_state(config))
 
     def _graph(self) -> Graph:
@@ -215,21 +225,23 @@ class Job:
         if snapshot.tasks:
             names = ", ".join(task.name for task in snapshot.tasks)
             raise Failure(f"the graph stopped at {names}, which is not its end")
-        return self._succeeded({**graph.defaults, **shown(snapshot.values)})
+        return self._succeeded({**graph.defaults, **snapshot.values})
 
     def _succeeded(self, state: Mapping[str, Any]) -> Outcome:
-        result = {name: value for name, value in state.items() if name != INPUT}
-        max_bytes = self.shared.settings.limits.max_result_bytes
-        return Outcome("succeeded", result=storable_result(result, max_bytes))
+        """With the state as it is shown, so that no result of a job that has ended is refused."""
+        return Outcome(
+            "succeeded", result=shown(state, self.shared.settings.limits.max_result_bytes)
+        )
 
-    def _cut_short(self, spent: BudgetSpent) -> Outcome:
-        """No tokens are left: what there is, is the result."""
-        try:
-            newest = self._newest_state()
-        except DatabaseUnavailable as away:
-            return self._postponed(away)
-        state = newest["state"] if newest is not None else {}
-        return self._succeeded({**self._defaults(), **state, "stopped": spent.which})
+    def _out_of_steps(self, snapshot: StateSnapshot, reached: GraphRecursionError) -> Outcome:
+        """The job's own limit; raises Failure if it was that of a graph that a node runs: then it
+        is the node that has failed."""
+        if failed := [task.name for task in snapshot.tasks if task.error]:
+            names, said = ", ".join(failed), words_of_error(reached)
+            raise Failure(f"a graph inside of {names} took too many steps: {said}") from reached
+        limit = self.shared.settings.agents.recursion_limit
+        error = f"it took more steps than agents.recursion_limit ({limit}) in one attempt"
+        return Outcome("recursion_limit", error=error)
 
     def _postponed(self, away: Exception) -> Outcome:
         logger.warning("Task %s cannot go on: %s", self.task.task_id, words_of_error(away))
@@ -247,7 +259,7 @@ class Job:
 
 
 def _parked(interrupt: Interrupt) -> Outcome:
-    asks = shown({"asks": interrupt.value})["asks"]
+    asks = shown({"asks": interrupt.value}, MOST_ASKS_BYTES)["asks"]
     return Outcome(
         "parked", gate={"interrupt": interrupt.id, "asks": asks, "artefact": _digest(asks)}
     )

@@ -20,10 +20,11 @@ from config import Settings
 from connection import Connection
 from errors import BudgetRefused, DatabaseUnavailable, LeaseLost
 from execution.agent.context import BudgetSpent, InvalidReply, JobContext, JobStopped
+from execution.agent.prompts import for_repair
 from execution.agent.signals import Signals
-from execution.answers import InvalidAnswer, reader, repair_prompt
+from execution.answers import InvalidAnswer, reader
 from execution.backends.interface import Backend, Completion
-from execution.errors import EmptyAnswer, Failure, Outage
+from execution.errors import EmptyAnswer, Failure, Outage, Permanent
 from execution.text import storable
 from pool import Pool
 from queries.leases import ClaimedTask
@@ -33,9 +34,34 @@ T = TypeVar("T")
 Which = Literal["token_budget", "tenant_tokens_per_day"]
 OnText = Callable[[str, str], None]  # a node's name, a piece of what its model says
 
-# Around a prompt a server puts some tokens of its own.
 FRAME_TOKENS = 64
 LEDGER_AWAY_SECONDS = 0.2
+
+
+class Frames:
+    """What each route's server puts around prompts: some tokens, until it is seen to put more.
+
+    One object for a process, whose routes have one model each; may be used from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._most: dict[str, int] = {}
+        self._longest: dict[str, int] = {}
+
+    def most_tokens(self, route: str, sent_bytes: int, num_ctx: int | None) -> int:
+        """No prompt of so many bytes has more, as far as is known: each token has a byte at least,
+        and a server keeps to `num_ctx`, if that was asked for, unless it was seen not to."""
+        with self._lock:
+            most = sent_bytes + self._most.get(route, FRAME_TOKENS)
+            return most if num_ctx is None else min(most, max(num_ctx, self._longest.get(route, 0)))
+
+    def learn(self, route: str, sent_bytes: int, prompt_tokens: int) -> None:
+        """A prompt of so many bytes was counted as so many tokens."""
+        with self._lock:
+            known = self._most.get(route, FRAME_TOKENS)
+            self._most[route] = max(known, prompt_tokens - sent_bytes)
+            self._longest[route] = max(self._longest.get(route, 0), prompt_tokens)
 
 
 class Calls:
@@ -54,6 +80,7 @@ class Calls:
         loop: asyncio.AbstractEventLoop,
         signals: Signals,
         on_text: OnText,
+        frames: Frames,
     ) -> None:
         self.model = settings.models.of_route(route)
         self.max_bytes = settings.limits.max_result_bytes
@@ -67,6 +94,7 @@ class Calls:
         self._loop = loop
         self._signals = signals
         self._on_text = on_text
+        self._frames = frames
         self._lock = threading.Lock()
         self._ordinals: Counter[tuple[object, ...]] = Counter()
 
@@ -79,9 +107,10 @@ class Calls:
         """What the model says, now or when this node ran before."""
         self.check()
         key, prompt = self._next_key(), storable(prompt)
+        sent_bytes = self._sent_bytes(prompt, schema)
         per_day = self._settings.limits.tenant_tokens_per_day
         budget = self._task.payload.get("token_budget")
-        tokens = self._most_tokens(prompt, schema)
+        tokens = self._most_tokens(sent_bytes)
         try:
             reserved = self._in_ledger(
                 lambda conn: reserve_call(conn, self._task, key, tokens, budget, per_day)
@@ -90,7 +119,12 @@ class Calls:
             raise BudgetSpent(cast(Which, refused.which)) from refused
         if isinstance(reserved, CallReplied):
             return reserved.reply
-        return self._paid_reply(reserved.call_id, key.node, prompt, schema)
+        answer = self._paid_answer(reserved.call_id, key.node, prompt, schema)
+        self._frames.learn(self._route, sent_bytes, answer.prompt_tokens)
+        self.truncated = self.truncated or answer.truncated
+        text = storable(answer.text)
+        self._end(reserved.call_id, answer.prompt_tokens, answer.completion_tokens, text)
+        return text
 
     def _next_key(self) -> CallKey:
         """Which call of its node this is. A node that LangGraph runs again counts from 0 again."""
@@ -103,34 +137,46 @@ class Calls:
             self._ordinals[counter] += 1
         return CallKey(node, node_run, ordinal)
 
-    def _most_tokens(self, prompt: str, schema: Mapping[str, Any] | None) -> int:
-        """No call uses more: there is no token without a byte, and each server has its limits."""
-        most = len(prompt.encode()) + FRAME_TOKENS
-        if self._settings.backends.of_route(self._route).api == "ollama":
-            most = min(most, self._settings.ollama.num_ctx)
-        elif schema is not None:  # which such a server may put into the prompt
-            most += len(str(schema).encode())
+    def _sent_bytes(self, prompt: str, schema: Mapping[str, Any] | None) -> int:
+        """Of all that a server may put into the prompt: Ollama puts no schema there."""
+        size = len(prompt.encode())
+        return size if schema is None or self._is_ollama else size + len(str(schema).encode())
+
+    def _most_tokens(self, sent_bytes: int) -> int:
+        """What to reserve. The call uses no more, if its server puts no more around a prompt than
+        it did so far, and ends an answer where it is asked to."""
+        num_ctx = self._settings.ollama.num_ctx if self._is_ollama else None
+        most = self._frames.most_tokens(self._route, sent_bytes, num_ctx)
         return most + self._settings.ollama.num_predict
 
-    def _paid_reply(
+    @property
+    def _is_ollama(self) -> bool:
+        return self._settings.backends.of_route(self._route).api == "ollama"
+
+    def _paid_answer(
         self, call_id: int, node: str, prompt: str, schema: Mapping[str, Any] | None
-    ) -> str:
+    ) -> Completion:
+        """Also an empty one. A call that brings none is ended in the ledger as far as it is known
+        what it has used: else it keeps what was reserved for it."""
         try:
-            answer = self._complete(node, prompt, schema)
+            return self._complete(node, prompt, schema)
         except EmptyAnswer as empty:
-            answer = Completion("", empty.prompt_tokens, empty.completion_tokens, truncated=False)
+            return Completion("", empty.prompt_tokens, empty.completion_tokens, truncated=False)
         except Outage as away:
             if not away.hung_up:  # it did not take the call
-                self._in_ledger(lambda conn: release_call(conn, self._task, call_id))
+                self._release(call_id)
             self._leave(away)
+        except Permanent as ended:
+            if ended.refused:
+                self._release(call_id)
+            raise
         except Failure as failed:
             if failed.prompt_tokens + failed.completion_tokens:
                 self._end(call_id, failed.prompt_tokens, failed.completion_tokens, None)
             raise Failure(str(failed)) from failed  # its tokens are in the ledger
-        self.truncated = self.truncated or answer.truncated
-        text = storable(answer.text)
-        self._end(call_id, answer.prompt_tokens, answer.completion_tokens, text)
-        return text
+
+    def _release(self, call_id: int) -> None:
+        self._in_ledger(lambda conn: release_call(conn, self._task, call_id))
 
     def _complete(self, node: str, prompt: str, schema: Mapping[str, Any] | None) -> Completion:
         """Ask the server, on the runner's loop; raises JobStopped when the job is stopped."""
@@ -204,7 +250,7 @@ class JobModel(JobContext):
         try:
             return read(text)
         except InvalidAnswer as complaint:
-            text = self.calls.reply(repair_prompt(prompt, text, complaint), schema)
+            text = self.calls.reply(for_repair(prompt, text, complaint), schema)
         try:
             return read(text)
         except InvalidAnswer as again:

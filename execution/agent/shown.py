@@ -24,21 +24,29 @@ DEEPEST = 50
 LONGEST_NUMBER_BITS = 10_000  # some 3,000 digits; Python reads back no more than 4,300
 LONGEST_FLOAT = 24  # characters
 CUT = "…"
+BRACES = 2
+PLAIN = 7  # `false` or shorter, or what opens and closes a list, with a colon and a comma
+SLACK = 64  # what a cut value may have beyond its bytes: the last number or key, and marks of cuts
 
 AS_TEXT = (date, time, timedelta, Decimal, UUID, PurePath)  # a datetime is a date
 
 
 def shown(values: Mapping[str, Any], max_bytes: int = MOST_BYTES) -> dict[str, Any]:
-    """The channels of a state that are the graph's own, but for `task`; at most about `max_bytes`.
+    """The channels of a state that are the graph's own, but for `task`; at most `max_bytes` of
+    JSON without spaces.
 
     What JSON does not have is shown as what comes next to it, or as the name of its type. A state
-    that is too large has each channel cut to its share.
+    that is too large has each channel cut to its share, and lacks those of which nothing fits.
     """
-    own = {name: value for name, value in values.items() if _is_public(name) and name != "task"}
+    own = {
+        storable(name): value
+        for name, value in values.items()
+        if _is_public(name) and name != "task"
+    }
     try:
-        return _channels(own, max_bytes, max_bytes)
+        return _whole(own, max_bytes)
     except _TooLarge:
-        return _channels(own, max_bytes // max(1, len(own)), None)
+        return _cut(own, max_bytes)
 
 
 def _is_public(channel: str) -> bool:
@@ -50,19 +58,26 @@ class _TooLarge(Exception):
     """The state has more than it may have."""
 
 
-def _channels(own: Mapping[str, Any], share: int, most: int | None) -> dict[str, Any]:
-    """Each channel with its share of bytes; _TooLarge if it has more than `most` in all."""
+def _whole(own: Mapping[str, Any], max_bytes: int) -> dict[str, Any]:
     told = {}
-    used = 0
+    copy = _Copy(max_bytes - BRACES)
     for name, value in own.items():
-        copy = _Copy(share)
-        try:
-            told[storable(name)] = copy.of(value, 0)
-        except Exception:  # of the user's own class: a state that cannot be shown is still kept
-            told[storable(name)] = _type_name(value)
-        used += share - copy.bytes_left
-        if most is not None and (copy.was_cut or used > most):
+        told[name] = copy.channel(name, value)
+        if copy.was_cut or copy.bytes_left < 0:
             raise _TooLarge
+    return told
+
+
+def _cut(own: Mapping[str, Any], max_bytes: int) -> dict[str, Any]:
+    told = {}
+    bytes_left = max_bytes - BRACES
+    share = bytes_left // len(own)
+    for name, value in own.items():
+        member = _Copy(share - SLACK).channel(name, value)
+        size = _size({name: member}) - BRACES + len(",")
+        if size <= bytes_left:
+            told[name] = member
+            bytes_left -= size
     return told
 
 
@@ -73,8 +88,15 @@ class _Copy:
         self.bytes_left = bytes_left
         self.was_cut = False
 
+    def channel(self, name: str, value: Any) -> Any:
+        self.bytes_left -= _size(name)
+        try:
+            return self.of(value, 0)
+        except Exception:  # of the user's own class: a state that cannot be shown is still kept
+            return self._text(_type_name(value))
+
     def of(self, value: Any, depth: int) -> Any:
-        self.bytes_left -= 5
+        self.bytes_left -= PLAIN
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, Enum):
@@ -92,7 +114,7 @@ class _Copy:
 
     def _members(self, value: Any, depth: int) -> Any:
         if depth == DEEPEST:
-            return _type_name(value)
+            return self._text(_type_name(value))
         if isinstance(value, Mapping):
             return self._object(value.items(), depth)
         if isinstance(value, BaseModel):
@@ -127,22 +149,24 @@ class _Copy:
 
     def _text(self, text: str) -> str:
         kept = storable(text[: max(0, self.bytes_left)])
-        is_whole = len(text) <= self.bytes_left
+        is_whole = len(text) <= max(0, self.bytes_left)
         while (size := _size(kept)) > self.bytes_left and kept:
-            kept, is_whole = kept[: len(kept) // 2], False
+            # In proportion, and some more, so that few steps are enough whatever is in it.
+            share = len(kept) * max(0, self.bytes_left) // size
+            kept, is_whole = kept[: share * 9 // 10], False
         self.bytes_left -= size
         self.was_cut = self.was_cut or not is_whole
         return kept if is_whole else kept + CUT
 
     def _whole_number(self, number: int) -> Any:
         if number.bit_length() > LONGEST_NUMBER_BITS:
-            return _type_name(number)
+            return self._text(_type_name(number))
         self.bytes_left -= number.bit_length() // 3
         return int(number)
 
 
-def _size(text: str) -> int:
-    return len(json.dumps(text, ensure_ascii=False).encode())
+def _size(value: Any) -> int:
+    return len(json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode())
 
 
 def _type_name(value: Any) -> str:

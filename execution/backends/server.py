@@ -116,9 +116,10 @@ class ModelServer:
             wait_seconds = _retry_after_seconds(response)
             return Outage(said, retry_after_seconds=wait_seconds, refused=True)
         if status == 404:
-            return Permanent(f"{said}; {if_missing}")
+            return Permanent(f"{said}; {if_missing}", refused=True)
         if status in (400, 422):
-            return Permanent(f"{said}; change the prompt or the model's settings")
+            said = f"{said}; change the prompt or the model's settings"
+            return Permanent(said, refused=True)
         return Failure(said)
 
     def _key_refused(self, said: str) -> Outage:

@@ -8,10 +8,23 @@ from queries.leases import Lease, Outcome
 from tests.support import rows, runs
 from tests.support.rows import RETRY
 from tests.support.stage import Connect
-from worker.settling import settle_batch
+from worker.settling import LARGEST_BATCH_CHARACTERS, batch_to_settle, settle_batch
 
 DONE = Outcome("succeeded", result={"text": "done"})
 HOLD = "SELECT FROM tasks WHERE task_id = ANY(%(held)s) ORDER BY task_id FOR UPDATE"
+
+
+def test_a_batch_is_as_large_as_one_statement_can_carry() -> None:
+    half = "x" * (LARGEST_BATCH_CHARACTERS // 2)
+    large = [
+        Outcome("succeeded", result={"text": half}),
+        Outcome("parked", gate={"asks": half}),
+    ]
+    unsettled = [(Lease(number, ""), outcome) for number, outcome in enumerate(large + large)]
+    for number in range(4):
+        assert batch_to_settle(unsettled[number:]) == [unsettled[number]]
+    small = [(lease, DONE) for lease, _ in unsettled]
+    assert batch_to_settle(small) == small
 
 
 def test_outcomes_whose_run_or_row_is_held_wait_and_all_others_are_written(

@@ -64,6 +64,18 @@ def test_the_state_is_that_of_the_newest_checkpoint_with_what_was_used_so_far(
     assert client.task(job)["state"]["next"] == []
 
 
+@pytest.mark.parametrize("verdict", ["succeeded", "permanent"])
+def test_of_a_job_that_has_ended_nothing_comes_next(
+    client: Client, conn: Connection, job: int, verdict: str
+) -> None:
+    """Also of one whose budget ended before its graph did."""
+    jobs.reach(conn, job, ["supervisor"], ["coder"], plan="a plan")
+    assert client.task(job)["state"]["next"] == ["coder"]
+    lives.end(conn, job, verdict)
+    state = client.task(job)["state"]
+    assert (state["plan"], state["next"]) == ("a plan", [])
+
+
 def test_what_a_parked_job_asks_is_shown_even_before_its_first_checkpoint(
     client: Client, conn: Connection, job: int
 ) -> None:

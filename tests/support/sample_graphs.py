@@ -8,10 +8,12 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 from langgraph.graph import END, START, StateGraph
+from langgraph.graph.state import CompiledStateGraph
 from langgraph.runtime import Runtime
 from langgraph.types import RetryPolicy, interrupt
 from pydantic import BaseModel
@@ -178,3 +180,118 @@ def build_gate_renamed() -> StateGraph[Any, Any, Any, Any]:
 
 def build_nothing() -> object:
     return {}
+
+
+# --- what a state may hold ------------------------------------------------------------------------
+
+
+class OddState(BaseModel):
+    """Values that JSON does not have, of which nobody writes one."""
+
+    task: str
+    seen: set[str] = {"a"}
+    since: datetime = datetime(2026, 1, 2, tzinfo=UTC)
+    texts: list[str] = []
+
+
+def writes_much(state: OddState) -> Patch:
+    """So many bytes as the task says."""
+    return {"texts": ["x" * int(state.task)]}
+
+
+def build_odd() -> StateGraph[Any, Any, Any, Any]:
+    graph = StateGraph(OddState)
+    graph.add_node("writes", writes_much)
+    graph.add_edge(START, "writes")
+    return graph
+
+
+def asks_much(state: OddState) -> Patch:
+    interrupt({"text": "x" * int(state.task)})
+    return {}
+
+
+def build_large_gate() -> StateGraph[Any, Any, Any, Any]:
+    graph = StateGraph(OddState)
+    graph.add_node("asks", asks_much)
+    graph.add_edge(START, "asks")
+    return graph
+
+
+# --- two at once, of which one asks a model -------------------------------------------------------
+
+
+def at_once(state: State) -> Patch:
+    return {"said": ["at once"]}
+
+
+def build_parallel() -> StateGraph[Any, Any, Any, Any]:
+    graph = StateGraph(State, context_schema=JobContext)
+    for node in (at_once, first):
+        graph.add_node(node.__name__, node)
+        graph.add_edge(START, node.__name__)
+    return graph
+
+
+# --- graphs in nodes ------------------------------------------------------------------------------
+
+
+def endless() -> CompiledStateGraph[Any, Any, Any, Any]:
+    graph = StateGraph(State)
+    graph.add_node("again", lambda state: {"said": ["again"]})
+    graph.add_edge(START, "again")
+    graph.add_edge("again", "again")
+    return graph.compile()
+
+
+def goes_deep(state: State) -> Patch:
+    endless().invoke({"task": state.task})
+    return {}
+
+
+def build_deep() -> StateGraph[Any, Any, Any, Any]:
+    return line(goes_deep)
+
+
+def build_unsaved() -> StateGraph[Any, Any, Any, Any]:
+    inner = line(at_once).compile(checkpointer=False)
+    graph = StateGraph(State)
+    graph.add_node("inner", inner)
+    graph.add_edge(START, "inner")
+    return graph
+
+
+def build_unsaved_within() -> StateGraph[Any, Any, Any, Any]:
+    graph = StateGraph(State)
+    graph.add_node("outer", build_unsaved().compile())
+    graph.add_edge(START, "outer")
+    return graph
+
+
+# --- functions that a worker's thread cannot run --------------------------------------------------
+
+
+async def waits_async(state: State) -> Patch:
+    return {}
+
+
+async def chooses_async(state: State) -> str:
+    return "last"
+
+
+def build_async_node() -> StateGraph[Any, Any, Any, Any]:
+    graph = StateGraph(State)
+    graph.add_node("waits", waits_async)
+    graph.add_edge(START, "waits")
+    return graph
+
+
+def build_async_branch() -> StateGraph[Any, Any, Any, Any]:
+    graph = line(first)
+    graph.add_node("last", last)
+    graph.add_conditional_edges("first", chooses_async, ["last"])
+    return graph
+
+
+def build_limited() -> StateGraph[Any, Any, Any, Any]:
+    return line(at_once, timeout=1.0)

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from execution.agent.context import InvalidReply
-from execution.answers import InvalidAnswer, reader, repair_prompt
+from execution.agent.prompts import for_repair
+from execution.answers import InvalidAnswer, reader
 from tests.support.team_model import role_of
 
 MAX_BYTES = 1_000_000
@@ -50,7 +51,7 @@ class ScriptedJob:
         try:
             return read(answer)
         except InvalidAnswer as complaint:
-            again = repair_prompt(prompt, answer, complaint)
+            again = for_repair(prompt, answer, complaint)
         try:
             return read(self.ask(again))
         except InvalidAnswer as invalid:

@@ -11,9 +11,10 @@ import pytest
 pytest.importorskip("langgraph", reason="comes with requirements-agents.txt")
 
 from execution.agent.graphs import Graphs, version_of
+from execution.agent.model import Frames
 from execution.agent.signals import Signals
 from execution.backends.server import Answer
-from execution.errors import EmptyAnswer, Failure
+from execution.errors import EmptyAnswer, Failure, Permanent
 from execution.routes import Routes
 from execution.runner import Runner
 from queries.leases import ClaimedTask, Lease
@@ -79,6 +80,46 @@ def test_a_graph_is_built_once_and_its_defaults_are_known() -> None:
     assert graph.defaults == {"said": []}
     with pytest.raises(Failure, match="no graph 'other', only own"):
         graphs.load("other")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("unsaved", "node inner is a graph compiled with checkpointer=False"),
+        ("unsaved_within", "node inner is a graph compiled with checkpointer=False"),
+        ("async_node", "waits is an async function"),
+        ("async_branch", "first's branch is an async function"),
+        ("limited", "timeouts are only supported for async nodes"),
+    ],
+)
+def test_a_graph_that_would_fail_in_every_job_is_refused_with_what_is_wrong(
+    name: str, says: str
+) -> None:
+    graphs = Graphs({"own": f"tests.support.sample_graphs:build_{name}"})
+    with pytest.raises(Permanent, match=f"is no graph that can run.*{says}"):
+        graphs.load("own")
+
+
+# --- reservations ---------------------------------------------------------------------------------
+
+
+def test_what_a_server_puts_around_a_prompt_is_known_from_its_count() -> None:
+    frames = Frames()
+    assert frames.most_tokens("local", 100, None) == 164
+    frames.learn("local", 100, 90)
+    assert frames.most_tokens("local", 100, None) == 164
+    frames.learn("local", 100, 1100)
+    frames.learn("local", 5000, 1500)
+    assert frames.most_tokens("local", 100, None) == 1100
+    assert frames.most_tokens("cloud", 100, None) == 164, "that is another server"
+
+
+def test_a_context_bounds_a_prompt_until_a_longer_one_was_counted() -> None:
+    frames = Frames()
+    assert frames.most_tokens("local", 10_000, 4096) == 4096
+    frames.learn("local", 10_000, 5000)
+    assert frames.most_tokens("local", 10_000, 4096) == 5000
+    assert frames.most_tokens("local", 10, 4096) == 74
 
 
 # --- what models say ------------------------------------------------------------------------------

@@ -137,6 +137,7 @@ def test_a_cut_text_is_seen_to_be_cut() -> None:
     cut = shown({"x": "word " * 1000}, 1000)["x"]
     assert cut.endswith("…")
     assert cut.startswith("word word")
+    assert 800 < len(cut) < 1000
 
 
 def test_a_state_that_fits_is_not_cut_however_it_is_shared_out() -> None:
@@ -146,5 +147,33 @@ def test_a_state_that_fits_is_not_cut_however_it_is_shared_out() -> None:
 
 def test_a_text_that_is_exactly_as_long_as_it_may_be_is_whole() -> None:
     assert channel("x" * 100) == "x" * 100
-    assert shown({"x": "y" * 93}, 100) == {"x": "y" * 93}
-    assert shown({"x": "y" * 94}, 100) != {"x": "y" * 94}
+    assert shown({"x": "y" * 186}, 200) == {"x": "y" * 186}
+    assert shown({"x": "y" * 187}, 200) != {"x": "y" * 187}
+
+
+SMALL = {
+    "texts": "word " * 1000,
+    "marks": "\x01🙂" * 1000,
+    "noes": [False] * 1000,
+    "named noes": {str(n): False for n in range(1000)},
+    "numbers": list(range(-1000, 1000)),
+    "floats": [-(n + 0.1) / 7e200 for n in range(1000)],
+    "a number": 10**3000,
+    "deep": json.loads('[{"k":' * 24 + "[false,false]" + "}]" * 24),
+    "hostile": Hostile(a=1),
+    "k" * 100: None,
+}
+
+
+@pytest.mark.parametrize("name", [*SMALL, None])
+def test_a_state_is_never_larger_than_it_may_be(name: str | None) -> None:
+    """Whatever is in it, and however little that is."""
+    state = SMALL if name is None else {name: SMALL[name]}
+    for max_bytes in [*range(2, 400, 3), *range(400, 20_000, 397)]:
+        assert size(shown(state, max_bytes)) <= max_bytes
+
+
+def test_of_a_state_with_many_channels_those_are_shown_that_fit() -> None:
+    state = shown({f"channel_{n}": "x" * n for n in range(1000)}, 5000)
+    assert 3000 < size(state) <= 5000
+    assert state["channel_0"] == ""
