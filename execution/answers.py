@@ -98,11 +98,19 @@ def _parsed(text: str, max_bytes: int) -> Any:
     if fenced := FENCED.match(plain):
         plain = fenced[1]
     try:
-        return storable_result(json.loads(plain, parse_constant=_no_constant), max_bytes)
+        value = json.loads(plain, parse_constant=_no_constant, object_pairs_hook=_no_doubles)
+        return storable_result(value, max_bytes)
     except NotStorable as refused:
         raise InvalidAnswer(str(refused)) from refused
     except (ValueError, RecursionError) as failed:
         raise InvalidAnswer(shortened(f"it is no JSON: {failed}", LONGEST_COMPLAINT)) from failed
+
+
+def _no_doubles(members: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object that says two things under one name says nothing."""
+    if len(found := dict(members)) < len(members):
+        raise ValueError("a name stands twice in one object")
+    return found
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -31,7 +31,7 @@ from execution.agent.model import Calls, Frames, JobModel
 from execution.agent.saver import FencedSaver, open_pool
 from execution.agent.shown import shown
 from execution.agent.signals import Signals
-from execution.errors import CallEnded, Failure, Permanent
+from execution.errors import CallEnded, Failure, Outage, Permanent
 from execution.text import words_of_error
 from pool import Pool
 from queries.jobs import newest_state
@@ -47,6 +47,15 @@ CompiledGraph = CompiledStateGraph[Any, Any, Any, Any]
 DATABASE_AWAY_SECONDS = 1.0
 WRONG_TABLES_SECONDS = 5.0
 INPUT = "task"
+# By what the engine ends an attempt of its own accord.
+ENDS_ITSELF = (
+    GraphDrained,
+    JobStopped,
+    LeaseLost,
+    DatabaseUnavailable,
+    SchemaOutdated,
+    Outage,
+)
 # Far below what one statement carries, and more than anybody reads before they decide.
 MOST_ASKS_BYTES = 4 * 1024 * 1024
 
@@ -132,6 +141,12 @@ class Job:
                 return _parked(snapshot.interrupts[0])
         try:
             self._stream(compiled, given, config, has_run)
+        except ENDS_ITSELF as raised:
+            if self._is_ours(raised, saver):
+                raise
+            raise Failure(
+                f"a node raised {type(raised).__name__}, which is not its to raise"
+            ) from None
         except BudgetSpent as spent:  # what there is, is the result: also of finished branches
             values = compiled.get_state(config).values
             return self._succeeded({**graph.defaults, **values, "stopped": spent.which})
@@ -215,6 +230,14 @@ class Job:
                     continue  # or it has to run again before it has finished
                 self.on_node(event["name"], "finished" if "result" in event else "started")
 
+    def _is_ours(self, raised: BaseException, saver: FencedSaver) -> bool:
+        """Whether the engine raised this; nodes can as well, and it says nothing if they do."""
+        if isinstance(raised, GraphDrained):
+            return self.signals.is_draining
+        if isinstance(raised, JobStopped):
+            return self.signals.is_stopped or self.calls.ended is not None
+        return raised is saver.ended
+
     # --- what came of it -----------------------------------------------------------------------
 
     def _outcome(self, graph: Graph, snapshot: StateSnapshot) -> Outcome:
@@ -259,12 +282,11 @@ class Job:
 
 
 def _parked(interrupt: Interrupt) -> Outcome:
-    asks = shown({"asks": interrupt.value}, MOST_ASKS_BYTES)["asks"]
-    return Outcome(
-        "parked", gate={"interrupt": interrupt.id, "asks": asks, "artefact": _digest(asks)}
-    )
-
-
-def _digest(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    """The artefact stands for this question: the next has another, though it asks the same."""
+    gate = {
+        "interrupt": interrupt.id,
+        "asks": shown({"asks": interrupt.value}, MOST_ASKS_BYTES)["asks"],
+    }
+    text = json.dumps(gate, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    artefact = hashlib.sha256(text.encode()).hexdigest()
+    return Outcome("parked", gate={**gate, "artefact": artefact})

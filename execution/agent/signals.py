@@ -23,6 +23,10 @@ class Signals:
     def is_stopped(self) -> bool:
         return self._stopped.is_set()
 
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
     def stop(self) -> None:
         """End at once: the model calls under way are cancelled, and no other is made."""
         self._stopped.set()

@@ -6,6 +6,8 @@ import json
 import re
 from typing import Any
 
+import pytest
+
 import db
 from config import DatabaseSettings
 from execution.agent.job import MOST_ASKS_BYTES
@@ -18,7 +20,7 @@ from tests.support.team_model import TeamModel, routes
 
 GRAPHS = {
     name: f"tests.support.sample_graphs:build_{name}"
-    for name in ("odd", "large_gate", "parallel", "deep")
+    for name in ("odd", "large_gate", "parallel", "deep", "engine_raising")
 }
 DEFAULTS = {"seen": ["a"], "since": "2026-01-02 00:00:00+00:00"}
 FEW_BYTES = 2000
@@ -186,6 +188,25 @@ def test_a_graph_that_a_node_runs_has_limits_of_its_own(
     row = queue.await_status(submit_job(queue, graph="deep", max_retry=1), "FAILED")
     assert row["reason"] == "max_retry"
     assert "a graph inside of goes_deep took too many steps" in row["last_error"]
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        "GraphDrained", "JobStopped", "LeaseLost", "DatabaseUnavailable", "SchemaOutdated",
+        "Outage",
+    ],
+)  # fmt: skip
+def test_a_node_that_raises_what_the_engine_raises_has_failed(
+    processes: Processes, queue: Queue, raised: str
+) -> None:
+    processes.configure(graphs=GRAPHS)
+    processes.worker()
+    task_id = submit_job(queue, task=raised, graph="engine_raising", max_retry=1)
+    row = queue.await_status(task_id, "FAILED")
+    assert (row["reason"], row["attempt"]) == ("max_retry", 1)
+    assert f"a node raised {raised}" in row["last_error"]
+    assert queue.ask("SELECT paused_routes FROM workers") == [{"paused_routes": {}}]
 
 
 def test_tables_of_another_langgraph_burn_no_job(

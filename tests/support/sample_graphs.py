@@ -295,3 +295,23 @@ def build_async_branch() -> StateGraph[Any, Any, Any, Any]:
 
 def build_limited() -> StateGraph[Any, Any, Any, Any]:
     return line(at_once, timeout=1.0)
+
+
+# --- nodes that raise what is not theirs to raise -------------------------------------------------
+
+
+def raises_what_it_is_told(state: State, runtime: Run) -> Patch:
+    """The exception that the task's text names, with what it is called by."""
+    from langgraph.errors import GraphDrained
+
+    from errors import DatabaseUnavailable, LeaseLost, SchemaOutdated
+    from execution.agent.context import JobStopped
+    from execution.errors import Outage
+
+    engine = (GraphDrained, DatabaseUnavailable, LeaseLost, SchemaOutdated, JobStopped, Outage)
+    raised = {one.__name__: one for one in engine}[state.task]
+    raise raised("said by a node")
+
+
+def build_engine_raising() -> StateGraph[Any, Any, Any, Any]:
+    return line(raises_what_it_is_told)

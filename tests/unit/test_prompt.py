@@ -169,6 +169,7 @@ INVALID = {
     "a property too many": ('{"name": "Ada", "x": 1}', "'x' was unexpected"),
     "a number that JSON does not have": ('{"name": "Ada", "age": NaN}', "NaN is not in JSON"),
     "a number too long": ('{"name": "Ada", "age": ' + "9" * 5000 + "}", "digits"),
+    "two values under one name": ('{"name": "Ada", "name": "Bob"}', "stands twice"),
     "JSON too deep": ("[" * 100_000, "it is no JSON"),
     "JSON rather deep": ("[" * 500 + "]" * 500, "nested deeper"),
 }
