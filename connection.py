@@ -123,21 +123,25 @@ def impatient(conn: Connection, lock_timeout_seconds: float) -> Iterator[None]:
         conn.lock_timeout_seconds = usual
 
 
-def _local_timeouts(conn: Connection) -> str:
+def local_timeouts(lock_timeout_seconds: float, reply_timeout_seconds: float) -> str:
     """Limits of one transaction; the server's own end just before ours."""
     return (
-        f"SET LOCAL lock_timeout = {int(conn.lock_timeout_seconds * 1000)};"
-        f"SET LOCAL statement_timeout = {int(conn.reply_timeout_seconds * 900)};"
+        f"SET LOCAL lock_timeout = {int(lock_timeout_seconds * 1000)};"
+        f"SET LOCAL statement_timeout = {int(reply_timeout_seconds * 900)};"
         # A process that is frozen in the middle of a transaction holds its locks no longer.
         f"SET LOCAL idle_in_transaction_session_timeout = {FROZEN_SECONDS * 1000};"
     )
+
+
+def _limits(conn: Connection) -> str:
+    return local_timeouts(conn.lock_timeout_seconds, conn.reply_timeout_seconds)
 
 
 def fetch(conn: Connection, statement: str, values: Mapping[str, Any] | None = None) -> list[Row]:
     """Run `statement` as one transaction, in one round trip, and return its rows."""
     with unavailable_in_plain_words(), _cursor(conn) as cursor:
         # Several statements in one message are one implicit transaction.
-        cursor.execute(_local_timeouts(conn) + statement, values or {})
+        cursor.execute(_limits(conn) + statement, values or {})
         return [dict(row) for row in cursor] if cursor.description else []
 
 
@@ -145,7 +149,7 @@ def fetch(conn: Connection, statement: str, values: Mapping[str, Any] | None = N
 def transaction(conn: Connection, mode: str = "") -> Iterator[Cursor]:
     """BEGIN with that mode; the block; COMMIT, or ROLLBACK if the block raises."""
     with unavailable_in_plain_words(), _cursor(conn) as cursor:
-        cursor.execute(f"BEGIN {mode};" + _local_timeouts(conn))
+        cursor.execute(f"BEGIN {mode};" + _limits(conn))
         try:
             yield cursor
         except BaseException:

@@ -6,6 +6,7 @@ import select
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import psycopg2.extensions
 
@@ -52,7 +53,7 @@ class Pool:
     def _take(self) -> Connection:
         while self._idle:
             conn = self._idle.pop()
-            if _looks_alive(conn):
+            if looks_alive(conn):
                 return conn
             conn.close()
         return connect(self._url, self._settings, self._application)
@@ -65,7 +66,15 @@ class Pool:
             self._idle.append(conn)
 
 
-def _looks_alive(conn: Connection) -> bool:
+class _Session(Protocol):
+    """A connection of psycopg2, or of psycopg 3."""
+
+    @property
+    def closed(self) -> int: ...
+    def fileno(self) -> int: ...
+
+
+def looks_alive(conn: _Session) -> bool:
     """An idle connection with something to read was told goodbye by the server."""
     if conn.closed:
         return False

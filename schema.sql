@@ -394,6 +394,19 @@ CREATE TABLE job_states (
 COMMENT ON TABLE job_states IS 'One row for each checkpoint of an agent job.';
 
 
+-- The first statement of a transaction in which a worker writes of its job: holds the task's row, or
+-- fails, and with it all that was sent behind it in the same message.
+CREATE FUNCTION hold_lease(held_task bigint, held_token uuid) RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+    PERFORM FROM tasks
+    WHERE task_id = held_task AND lease_token = held_token AND status = 'RUNNING'
+    FOR NO KEY UPDATE;
+    IF NOT FOUND THEN
+        RAISE EXCEPTION 'the lease of task % is gone', held_task USING ERRCODE = 'LL001';
+    END IF;
+END $$;
+
+
 -- LangGraph's tables, as langgraph-checkpoint-postgres 3.2 makes them (a test compares), so that no
 -- worker has to. A thread is an agent job; its id is the task's number.
 CREATE TABLE checkpoint_migrations (

@@ -63,6 +63,16 @@ CREATE TABLE job_states (
 );
 COMMENT ON TABLE job_states IS 'One row for each checkpoint of an agent job.';
 
+CREATE FUNCTION hold_lease(held_task bigint, held_token uuid) RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+    PERFORM FROM tasks
+    WHERE task_id = held_task AND lease_token = held_token AND status = 'RUNNING'
+    FOR NO KEY UPDATE;
+    IF NOT FOUND THEN
+        RAISE EXCEPTION 'the lease of task % is gone', held_task USING ERRCODE = 'LL001';
+    END IF;
+END $$;
+
 CREATE TABLE checkpoint_migrations (
     v integer PRIMARY KEY
 );

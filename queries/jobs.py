@@ -57,6 +57,10 @@ def list_states(conn: Connection, task_id: int, *, limit: int, before: str | Non
     return fetch(conn, LIST_STATES, {"task_id": task_id, "limit": limit, "before": before})
 
 
+# The transaction holds the task's row from here on, or fails with LEASE_IS_GONE.
+HOLD_LEASE = "SELECT hold_lease(%(task_id)s, %(token)s::uuid)"
+LEASE_IS_GONE = "LL001"
+
 # Written in the transaction of the checkpoint, by the one who holds the task's row. What ran
 # before it is what the checkpoint before was to run.
 INSERT_STATE = """
@@ -73,17 +77,6 @@ FROM tasks t
 WHERE t.task_id = %(task_id)s
 ON CONFLICT (task_id, checkpoint_id) DO UPDATE
 SET next_nodes = excluded.next_nodes, state = excluded.state
-"""
-
-SET_TIMEOUTS = """
-SELECT set_config('lock_timeout', %(lock_ms)s, true),
-       set_config('statement_timeout', %(statement_ms)s, true),
-       set_config('idle_in_transaction_session_timeout', %(frozen_ms)s, true)
-"""
-# Between messages that no sync has followed yet Postgres takes a session for busy, however long
-# its process is frozen there. From version 17 on, it can limit this as well.
-SET_TRANSACTION_TIMEOUT = """
-SELECT set_config('transaction_timeout', %(transaction_ms)s, true)
 """
 
 # Which of the steps that LangGraph's saver makes its tables by were made.

@@ -1,9 +1,13 @@
 """Checkpoints of an agent job, written only by the worker that holds its task.
 
-LangGraph's saver writes through one door, its `_cursor(pipeline=True)`. Here that door opens a
-transaction that holds the task's row by its lease token, so that a worker whose lease was taken
-over writes nothing; and each checkpoint of the graph itself comes with the row that people are
-shown. The door is a private method: langgraph-checkpoint-postgres is pinned to 3.2.
+LangGraph's saver writes through one door, its `_cursor(pipeline=True)`. Here that door keeps the
+statements and sends them as one message. The first of them holds the task's row by its lease token
+or fails, so that a worker whose lease was taken over writes nothing; and each checkpoint of the
+graph itself comes with the row that people are shown.
+
+Postgres begins with a message when it has the whole of it, and such a message is one transaction: a
+process that is frozen, wherever that is, holds no row. The door is a private method:
+langgraph-checkpoint-postgres is pinned to 3.2.
 """
 
 from __future__ import annotations
@@ -13,9 +17,9 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import psycopg
 import psycopg.errors
@@ -28,24 +32,19 @@ from langgraph.checkpoint.base import (
 )
 from langgraph.checkpoint.postgres import PostgresSaver
 from langgraph.types import Send
-from psycopg import Cursor
+from psycopg import ClientCursor
 from psycopg.abc import PQGen
 from psycopg.rows import DictRow, dict_row
 from psycopg_pool import ConnectionPool
 
 from config import DatabaseSettings, Settings
-from connection import FROZEN_SECONDS, TOO_LARGE_CLASS
+from connection import TOO_LARGE_CLASS, local_timeouts
 from errors import DatabaseUnavailable, LeaseLost, SchemaOutdated
 from execution.agent.clock import go_on_behind
 from execution.agent.shown import MOST_BYTES, shown
-from queries.jobs import (
-    INSERT_STATE,
-    READ_TABLES_VERSION,
-    SET_TIMEOUTS,
-    SET_TRANSACTION_TIMEOUT,
-)
+from pool import looks_alive
+from queries.jobs import HOLD_LEASE, INSERT_STATE, LEASE_IS_GONE, READ_TABLES_VERSION
 from queries.leases import ClaimedTask
-from queries.model_calls import LOCK_JOB
 
 __all__ = ["CheckpointPool", "FencedSaver", "open_pool", "shown"]
 
@@ -56,6 +55,12 @@ class Connection(psycopg.Connection[DictRow]):
     """A connection that gives up a server that says nothing, as those of connection.py do."""
 
     settings = DatabaseSettings()
+
+    @property
+    def limits(self) -> str:
+        """Those of a transaction, as the first statements of its message."""
+        settings = self.settings
+        return local_timeouts(settings.lock_timeout_seconds, settings.reply_timeout_seconds)
 
     def wait(self, gen: PQGen[Result], *args: Any, **named: Any) -> Result:
         try:
@@ -103,7 +108,6 @@ def open_pool(settings: Settings) -> CheckpointPool:
         timeout=database.pool_wait_seconds,
         # One that asks anew after this makes it try anew, however long the server was away.
         reconnect_timeout=database.pool_wait_seconds / 2,
-        check=ConnectionPool.check_connection,
         open=True,
         name="checkpoints",
         kwargs={
@@ -126,23 +130,62 @@ UNAVAILABLE = (
     psycopg.OperationalError,
     psycopg.InterfaceError,
     psycopg.errors.ReadOnlySqlTransaction,
-    psycopg.errors.IdleInTransactionSessionTimeout,
 )
 
 
 @contextmanager
-def _unavailable_in_plain_words() -> Iterator[None]:
-    """Turn the driver's ways to say "not now" into DatabaseUnavailable."""
+def _in_plain_words() -> Iterator[None]:
+    """Turn the driver's ways to say "not now" into DatabaseUnavailable, and the fence's into
+    LeaseLost."""
     try:
         yield
-    except UNAVAILABLE as failed:
-        if (failed.sqlstate or "").startswith(TOO_LARGE_CLASS):
+    except psycopg.Error as failed:
+        sqlstate = failed.sqlstate or ""
+        if sqlstate == LEASE_IS_GONE:
+            raise LeaseLost from None
+        if not isinstance(failed, UNAVAILABLE) or sqlstate.startswith(TOO_LARGE_CLASS):
             raise
         reason = str(failed).strip().split("\n")[0] or type(failed).__name__
         raise DatabaseUnavailable(f"the database cannot be used now: {reason}") from failed
 
 
-HAS_TRANSACTION_TIMEOUT = 170_000
+class _Reader(ClientCursor[DictRow]):
+    """What LangGraph reads with: each statement is one message and one transaction."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self.limits = connection.limits
+
+    def execute(self, query: Any, params: Any = None, **named: Any) -> Self:
+        super().execute(self.limits + query, params, **named)
+        while self.nextset():
+            pass
+        return self
+
+
+LONGEST_MESSAGE = 2**30 - 6  # bytes; behind a longer one Postgres hangs up
+
+
+class _Writer:
+    """What LangGraph writes with: it keeps the statements until all of them are sent."""
+
+    def __init__(self) -> None:
+        self._statements: list[tuple[str, Any]] = []
+
+    def execute(self, query: str, params: Any = None) -> None:
+        self._statements.append((query, params))
+
+    def executemany(self, query: str, params_seq: Iterable[Any]) -> None:
+        self._statements += [(query, params) for params in params_seq]
+
+    def send(self, conn: Connection) -> None:
+        """One message, which is one transaction."""
+        with ClientCursor(conn) as cursor:
+            statements = [cursor.mogrify(query, params) for query, params in self._statements]
+            message = (conn.limits + ";".join(statements)).encode()
+            if len(message) > LONGEST_MESSAGE:
+                raise ValueError(f"{len(message)} bytes are more than Postgres takes at once")
+            cursor.execute(message)
 
 
 class FencedSaver(PostgresSaver):
@@ -208,52 +251,47 @@ class FencedSaver(PostgresSaver):
         return super()._dump_blobs(thread_id, checkpoint_ns, whole, versions)
 
     @contextmanager
-    def _cursor(self, *, pipeline: bool = False) -> Iterator[Cursor[DictRow]]:
-        """One transaction, in which everything takes one round trip; `pipeline` means it writes."""
-        with (
-            _unavailable_in_plain_words(),
-            self.lock,
-            self._pool.connection() as conn,
-            conn.pipeline() as messages,
-            conn.transaction(),
-            conn.cursor(binary=True, row_factory=dict_row) as cursor,
-        ):
-            cursor.execute(SET_TIMEOUTS, _timeouts(conn.settings))
-            if conn.info.server_version >= HAS_TRANSACTION_TIMEOUT:
-                cursor.execute(SET_TRANSACTION_TIMEOUT, _timeouts(conn.settings))
-            _require_tables(self._pool, cursor)
-            if not pipeline:
-                yield cursor
-                return
-            cursor.execute(LOCK_JOB, self._fence)
-            messages.sync()  # from now on Postgres sees that it waits for us, and limits it
-            if cursor.fetchone() is None:
-                raise LeaseLost
-            yield cursor
-            if (state := getattr(self._in_this_thread, "state", None)) is not None:
-                cursor.execute(INSERT_STATE, state)
-            messages.sync()  # what fails, fails here, and not when it is committed
+    def _cursor(self, *, pipeline: bool = False) -> Iterator[Any]:
+        """What LangGraph reads with or, with `pipeline`, writes with: sent when the block ends."""
+        if not pipeline:
+            with self._connection() as conn, _Reader(conn) as reader:
+                yield reader
+            return
+        writer = _Writer()
+        writer.execute(HOLD_LEASE, self._fence)
+        yield writer
+        if (state := getattr(self._in_this_thread, "state", None)) is not None:
+            writer.execute(INSERT_STATE, state)
+        with self._connection() as conn:
+            writer.send(conn)
 
+    @contextmanager
+    def _connection(self) -> Iterator[Connection]:
+        """The job's only one at this moment; no server has said goodbye to it."""
+        with _in_plain_words(), self.lock:
+            conn = self._live_connection()
+            try:
+                _require_tables(self._pool, conn)
+                yield conn
+            finally:
+                self._pool.putconn(conn)
 
-def _timeouts(settings: DatabaseSettings) -> dict[str, str]:
-    """Limits of one transaction, as those of connection.py."""
-    return {
-        "lock_ms": str(int(settings.lock_timeout_seconds * 1000)),
-        "statement_ms": str(int(settings.reply_timeout_seconds * 900)),
-        "frozen_ms": str(FROZEN_SECONDS * 1000),
-        "transaction_ms": str(int(settings.reply_timeout_seconds * 1000)),
-    }
+    def _live_connection(self) -> Connection:
+        while not looks_alive(conn := self._pool.getconn()):
+            conn.close()
+            self._pool.putconn(conn)
+        return conn
 
 
 # Pools whose database has been looked at: once per process.
 _looked_at: weakref.WeakSet[CheckpointPool] = weakref.WeakSet()
 
 
-def _require_tables(pool: CheckpointPool, cursor: Cursor[DictRow]) -> None:
+def _require_tables(pool: CheckpointPool, conn: Connection) -> None:
     """SchemaOutdated if LangGraph's tables are not those that its installed package writes to."""
     if pool in _looked_at:
         return
-    row = cursor.execute(READ_TABLES_VERSION).fetchone()
+    row = _Reader(conn).execute(READ_TABLES_VERSION).fetchone()
     found, wanted = row and row["version"], len(PostgresSaver.MIGRATIONS) - 1
     if found != wanted:
         raise SchemaOutdated(

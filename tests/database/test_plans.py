@@ -407,6 +407,7 @@ def of_jobs(leased: Row) -> dict[str, Ask]:
     shown = {"task_id": 500, "limit": 20, "before": None}
     return {
         "lock a job": (model_calls.LOCK_JOB, fence, 20, 0),
+        "hold a lease": (jobs.HOLD_LEASE, fence, 20, 0),
         "a reply that is there": (model_calls.RESERVE_CALL, {**fence, **limits, **key}, 20, 0),
         "reserve a call": (model_calls.RESERVE_CALL, new, 1200, 0),
         "reserve without limits": (model_calls.RESERVE_CALL, unlimited, 40, 0),
@@ -510,8 +511,6 @@ NOT_HOT = {
     "READ_SENDER": "one row by its key, and whether there is any",
     "STORE_SENDER": "one row by its key",
     "FORGET_WORKERS": "there are as many rows as workers",
-    "SET_TIMEOUTS": "touches no table",
-    "SET_TRANSACTION_TIMEOUT": "touches no table",
     "READ_TABLES_VERSION": "ten rows, once per process",
     "REPORT_WORKER": "there are as many rows as workers",
 }

@@ -27,6 +27,7 @@ from tests.support.small_graphs import (
     Node,
     Notes,
     chain,
+    checkpoint_being_written,
     job,
     of_job,
     put,
@@ -37,6 +38,7 @@ from tests.support.small_graphs import (
     states,
     stored,
     taken_over,
+    waits_of_savers,
 )
 from tests.support.stage import Stage
 
@@ -262,13 +264,18 @@ def test_the_same_writes_of_the_holder_do_change_something(
 
 
 def test_a_task_is_not_taken_from_a_worker_while_it_writes_a_checkpoint(
-    conn: Connection, pool: CheckpointPool
+    conn: Connection,
+    connect: Callable[[], Connection],
+    pool: CheckpointPool,
+    threads: ThreadPoolExecutor,
 ) -> None:
     task = job(conn)
     rows.expire(conn, task.task_id)
-    with FencedSaver(pool, task, "v1")._cursor(pipeline=True):
+    with checkpoint_being_written(FencedSaver(pool, task, "v1"), task, connect, threads) as written:
         assert rows.reap(conn) == []
+    written.result(20)
     assert [one.reason for one in rows.reap(conn)] == ["reaped"]
+    assert len(states(conn)) == 1
 
 
 def test_a_checkpoint_that_waits_behind_the_loss_of_its_lease_is_not_written(
@@ -282,14 +289,6 @@ def test_a_checkpoint_that_waits_behind_the_loss_of_its_lease_is_not_written(
     with pytest.raises(LeaseLost):
         late.result(20)
     assert states(stage.witness) == []
-
-
-def waits_of_savers(conn: Connection) -> list[str]:
-    statement = """
-        SELECT coalesce(wait_event_type, '') AS waits FROM pg_stat_activity
-        WHERE application_name = 'orchestrator checkpoints' AND datname = current_database()
-    """
-    return [row["waits"] for row in sql(conn, statement)]
 
 
 def test_the_writes_of_nodes_that_end_at_once_are_all_saved(
@@ -320,14 +319,20 @@ def test_a_write_in_another_thread_does_not_bring_the_state_of_a_checkpoint_that
     threads: ThreadPoolExecutor,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The state is there, and the write of the checkpoint waits behind that of the other thread."""
-    is_there = threading.Event()
-    monkeypatch.setattr(saver_module, "_storable", lambda value: is_there.set() or value)
+    is_there, may_go_on = threading.Event(), threading.Event()
+
+    def waits(value: Any) -> Any:
+        is_there.set()
+        assert may_go_on.wait(20)
+        return value
+
+    monkeypatch.setattr(saver_module, "_storable", waits)
     task = job(conn)
     saver = FencedSaver(pool, task, "v1")
-    with saver._cursor(pipeline=True):
-        late = threads.submit(put, saver, task, threading.Lock())
-        assert is_there.wait(20)
+    late = threads.submit(put, saver, task, threading.Lock())
+    assert is_there.wait(20)  # the state of the checkpoint
+    put_writes(saver, task)
+    may_go_on.set()
     with pytest.raises(TypeError):
         late.result(20)
     assert states(conn) == []
@@ -374,4 +379,14 @@ def test_a_value_that_no_checkpoint_can_hold_fails_the_job_with_its_reason(
     task = job(conn)
     graph = chain(("a", lambda state: {"text": threading.Lock()}))
     with pytest.raises(TypeError, match="not msgpack serializable"):
+        run(graph, FencedSaver(pool, task, "v1"), task)
+
+
+def test_a_checkpoint_that_is_too_large_for_a_message_fails_the_job_with_its_reason(
+    conn: Connection, pool: CheckpointPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver_module, "LONGEST_MESSAGE", 10_000)
+    task = job(conn)
+    graph = chain(("a", lambda state: {"text": "x" * 10_000}))
+    with pytest.raises(ValueError, match="bytes are more than Postgres takes at once"):
         run(graph, FencedSaver(pool, task, "v1"), task)

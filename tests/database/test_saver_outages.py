@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,15 +16,23 @@ from psycopg.rows import dict_row
 
 from config import Settings
 from db import Connection, Row
-from errors import DatabaseUnavailable, SchemaOutdated
-from execution.agent import saver as saver_module
+from errors import DatabaseUnavailable, LeaseLost, SchemaOutdated
 from execution.agent.saver import CheckpointPool, FencedSaver, open_pool
 from queries.leases import ClaimedTask
 from tests.conftest import settings_for
 from tests.support import rows
 from tests.support.processes import eventually
 from tests.support.rows import sql
-from tests.support.small_graphs import chain, job, of_job, put, run, says
+from tests.support.small_graphs import (
+    chain,
+    checkpoint_being_written,
+    job,
+    of_job,
+    put,
+    run,
+    says,
+    stored,
+)
 from tests.support.tcp_proxy import TcpProxy
 
 # --- a database that is away -----------------------------------------------------------------
@@ -34,13 +44,6 @@ def end_sessions(conn: Connection) -> int:
         WHERE application_name = 'orchestrator checkpoints' AND datname = current_database()
     """
     return int(sql(conn, statement)[0]["n"])
-
-
-def in_a_checkpoint(saver: FencedSaver, happens: Callable[[], Any]) -> None:
-    """It happens while a write has its transaction open."""
-    with saver._cursor(pipeline=True) as cursor:
-        happens()
-        cursor.execute("SELECT 1").fetchall()
 
 
 def test_connections_that_break_between_two_nodes_do_not_stop_a_job(
@@ -58,12 +61,31 @@ def test_connections_that_break_between_two_nodes_do_not_stop_a_job(
     assert min(ended) >= 1
 
 
-def test_a_connection_that_breaks_in_a_checkpoint_is_said_in_plain_words(
+def test_all_connections_of_a_pool_that_break_are_replaced_at_once(
     conn: Connection, pool: CheckpointPool
 ) -> None:
+    """Where each of them was waited for before the next is tried, the last comes too late."""
     task = job(conn)
-    with pytest.raises(DatabaseUnavailable, match="the database cannot be used now"):
-        in_a_checkpoint(FencedSaver(pool, task, "v1"), lambda: end_sessions(conn))
+    lent = [pool.getconn() for _ in range(pool.max_size)]
+    for one in lent:
+        pool.putconn(one)
+    assert end_sessions(conn) == pool.max_size
+    began = time.monotonic()
+    put(FencedSaver(pool, task, "v1"), task)
+    assert time.monotonic() - began < pool.timeout / 2
+
+
+def test_a_connection_that_breaks_in_a_checkpoint_is_said_in_plain_words(
+    conn: Connection,
+    connect: Callable[[], Connection],
+    pool: CheckpointPool,
+    threads: ThreadPoolExecutor,
+) -> None:
+    task = job(conn)
+    with checkpoint_being_written(FencedSaver(pool, task, "v1"), task, connect, threads) as broken:
+        end_sessions(conn)
+        with pytest.raises(DatabaseUnavailable, match="the database cannot be used now"):
+            broken.result(20)
     assert run(chain(("a", says("a"))), FencedSaver(pool, task, "v1"), task)["notes"] == ["a"]
 
 
@@ -81,43 +103,59 @@ def test_a_row_that_another_holds_too_long_is_said_in_plain_words(
         put(FencedSaver(pool, task, "v1"), task)
 
 
-def test_a_worker_that_is_frozen_in_a_checkpoint_holds_the_row_no_longer_than_it_may(
-    conn: Connection, pool: CheckpointPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(saver_module, "FROZEN_SECONDS", 1)
-    task = job(conn)
-    rows.expire(conn, task.task_id)
-    with pytest.raises(DatabaseUnavailable):
-        in_a_checkpoint(
-            FencedSaver(pool, task, "v1"), lambda: eventually(lambda: rows.reap(conn), 8)
-        )
+# --- a frozen worker -------------------------------------------------------------------------
 
 
-def test_nor_does_one_that_is_frozen_between_two_messages(
-    conn: Connection, database_url: str
+@pytest.mark.parametrize("part", [b"hold_lease", b"INTO checkpoint", b"INTO job_states"])
+def test_a_worker_that_is_frozen_while_it_sends_a_checkpoint_holds_nothing(
+    conn: Connection, settings: Settings, threads: ThreadPoolExecutor, part: bytes
 ) -> None:
-    if conn.server_version < saver_module.HAS_TRANSACTION_TIMEOUT:
-        pytest.skip("needs Postgres 17")
+    """Not for a moment: the row is free, and what was sent of the checkpoint is not written."""
     task = job(conn)
     rows.expire(conn, task.task_id)
-    short = settings_for(database_url, database={"reply_timeout_seconds": 1})
-    with open_pool(short) as pool:
+    with TcpProxy(port_of(settings)) as proxy, open_pool(proxied(settings, proxy, 20)) as pool:
         saver = FencedSaver(pool, task, "v1")
+        saver.get_tuple(of_job(task))  # type: ignore[arg-type]
+        before = stored(conn)
+        proxy.stop_at(part)
+        late = threads.submit(put, saver, task)
+        eventually(lambda: proxy.stopped() == 1)
+        assert [one.reason for one in rows.reap(conn)] == ["reaped"]
+        proxy.resume()
+        with pytest.raises(LeaseLost):
+            late.result(20)
+    assert stored(conn) == before
+
+
+def test_nor_does_one_that_is_frozen_once_it_has_sent_it(
+    conn: Connection, settings: Settings, threads: ThreadPoolExecutor
+) -> None:
+    task = job(conn)
+    rows.expire(conn, task.task_id)
+    with TcpProxy(port_of(settings)) as proxy, open_pool(proxied(settings, proxy, 20)) as pool:
+        saver = FencedSaver(pool, task, "v1")
+        saver.get_tuple(of_job(task))  # type: ignore[arg-type]
+        before = stored(conn)
+        proxy.mute()
+        late = threads.submit(put, saver, task)
+        eventually(lambda: stored(conn) != before)
+        assert [one.reason for one in rows.reap(conn)] == ["reaped"]
+        assert not late.done()
+        proxy.cut()
         with pytest.raises(DatabaseUnavailable):
-            between_two_messages(saver, lambda: eventually(lambda: rows.reap(conn), 8))
+            late.result(20)
 
 
-def between_two_messages(saver: FencedSaver, happens: Callable[[], Any]) -> None:
-    with saver._cursor(pipeline=True) as cursor:
-        cursor.execute("SELECT 1")
-        cursor.connection.pgconn.flush()
-        happens()
+def port_of(settings: Settings) -> int:
+    port = urlsplit(settings.database_url).port
+    assert port is not None
+    return port
 
 
-def proxied(settings: Settings, proxy: TcpProxy) -> Settings:
-    url = settings.database_url.replace(str(urlsplit(settings.database_url).port), str(proxy.port))
+def proxied(settings: Settings, proxy: TcpProxy, reply_timeout_seconds: float = 1) -> Settings:
+    url = settings.database_url.replace(str(port_of(settings)), str(proxy.port))
     limits = {
-        "reply_timeout_seconds": 1,
+        "reply_timeout_seconds": reply_timeout_seconds,
         "pool_wait_seconds": 1,
         "connect_timeout_seconds": 2,
     }
@@ -128,13 +166,12 @@ def test_a_server_that_says_nothing_is_given_up_and_asked_again_once_it_answers(
     conn: Connection, settings: Settings
 ) -> None:
     task = job(conn)
-    port = urlsplit(settings.database_url).port
-    assert port is not None
-    with TcpProxy(port) as proxy, open_pool(proxied(settings, proxy)) as pool:
+    with TcpProxy(port_of(settings)) as proxy, open_pool(proxied(settings, proxy)) as pool:
         saver = FencedSaver(pool, task, "v1")
         put(saver, task)
+        proxy.swallow()
         with pytest.raises(DatabaseUnavailable, match="no reply from Postgres in 1 s"):
-            in_a_checkpoint(saver, proxy.swallow)
+            put(saver, task)
         with pytest.raises(DatabaseUnavailable):
             put(saver, task)
         proxy.resume()

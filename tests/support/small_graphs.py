@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Annotated, Any, TypedDict
 
 from langgraph.checkpoint.base import empty_checkpoint
@@ -14,6 +16,7 @@ from db import Connection, Row
 from execution.agent.saver import FencedSaver
 from queries.leases import ClaimedTask
 from tests.support import rows
+from tests.support.processes import eventually
 from tests.support.rows import sql
 
 TABLES = "checkpoints", "checkpoint_blobs", "checkpoint_writes", "job_states"
@@ -85,3 +88,28 @@ def put_writes(saver: FencedSaver, task: ClaimedTask) -> None:
         "configurable": {"thread_id": str(task.task_id), "checkpoint_ns": "", "checkpoint_id": "1"}
     }
     saver.put_writes(config, [("notes", ["late"])], "task")
+
+
+@contextmanager
+def checkpoint_being_written(
+    saver: FencedSaver,
+    task: ClaimedTask,
+    connect: Callable[[], Connection],
+    threads: ThreadPoolExecutor,
+) -> Iterator[Future[None]]:
+    """It holds the task's row, and waits for LangGraph's tables until the block ends."""
+    witness = connect()
+    with connect().cursor() as holder:
+        holder.execute("BEGIN; LOCK TABLE checkpoints")
+        written = threads.submit(put, saver, task)
+        eventually(lambda: "Lock" in waits_of_savers(witness))
+        yield written
+        holder.execute("ROLLBACK")
+
+
+def waits_of_savers(conn: Connection) -> list[str]:
+    statement = """
+        SELECT coalesce(wait_event_type, '') AS waits FROM pg_stat_activity
+        WHERE application_name = 'orchestrator checkpoints' AND datname = current_database()
+    """
+    return [row["waits"] for row in sql(conn, statement)]

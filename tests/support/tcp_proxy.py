@@ -4,6 +4,7 @@
         proxy.stall()         # bytes wait, in both directions, and arrive after resume()
         proxy.swallow()       # half-open: bytes vanish, nobody is told; the connection is lost
         proxy.mute()          # what the client says arrives, the server's replies vanish
+        proxy.stop_at(b"x")   # what the client says waits, from the first such bytes on
         proxy.cut()           # connections are reset
         proxy.resume()        # new connections, and those that were stalled, work again
 
@@ -34,6 +35,7 @@ class TcpProxy:
         self._state = threading.Condition()
         self._mode = "pass"
         self._only = ""
+        self._mark = b""
         self._connections: set[_Connection] = set()
         self._threads: list[threading.Thread] = []
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
@@ -48,6 +50,15 @@ class TcpProxy:
 
     def mute(self, only: str = "") -> None:
         self._set("mute", only)
+
+    def stop_at(self, mark: bytes, only: str = "") -> None:
+        self._mark = mark
+        self._set("stop", only)
+
+    def stopped(self) -> int:
+        """How many connections wait at the mark."""
+        with self._state:
+            return sum(one.is_stopped for one in self._connections)
 
     def cut(self, only: str = "") -> int:
         """Reset the connections of now; how many they were."""
@@ -114,8 +125,10 @@ class TcpProxy:
             while data := source.recv(CHUNK_BYTES):
                 if source is connection.client and not connection.application:
                     connection.application = _application_name(data)
-                if self._may_pass(connection, source is connection.server):
-                    sink.sendall(data)
+                is_reply = source is connection.server
+                for part in [data] if is_reply else self._parts(data):
+                    if self._may_pass(connection, is_reply, part):
+                        sink.sendall(part)
         except OSError:
             pass
         if not connection.is_lost:
@@ -123,20 +136,34 @@ class TcpProxy:
             with self._state:
                 self._connections.discard(connection)
 
-    def _may_pass(self, connection: _Connection, is_reply: bool) -> bool:
+    def _parts(self, data: bytes) -> list[bytes]:
+        """What comes before the mark, and the rest."""
+        with self._state:
+            at = data.find(self._mark) if self._mode == "stop" else -1
+        return [data[:at], data[at:]] if at > 0 else [data]
+
+    def _may_pass(self, connection: _Connection, is_reply: bool, data: bytes) -> bool:
         """True when the bytes may go on, as soon as they may; False when they are to vanish."""
 
         def concerned() -> bool:
             return self._only in connection.application
+
+        def stops() -> bool:
+            at_mark = not is_reply and data.startswith(self._mark)
+            return self._mode == "stop" and at_mark and concerned()
 
         with self._state:
             if concerned() and (self._mode == "swallow" or (self._mode == "mute" and is_reply)):
                 connection.is_lost = True
             if self._mode == "mute" and not is_reply:
                 return True
+            connection.is_stopped = stops()
             self._state.wait_for(
-                lambda: connection.is_lost or self._mode != "stall" or not concerned()
+                lambda: (
+                    connection.is_lost or not concerned() or not (self._mode == "stall" or stops())
+                )
             )
+            connection.is_stopped = False
             return not connection.is_lost
 
 
@@ -144,6 +171,7 @@ class _Connection:
     def __init__(self, client: socket.socket, server: socket.socket) -> None:
         self.client, self.server = client, server
         self.application = ""
+        self.is_stopped = False  # at the mark
         self.is_lost = False  # bytes of it have vanished: it will never make sense again
 
     def close(self) -> None:
