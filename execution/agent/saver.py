@@ -39,7 +39,7 @@ from psycopg_pool import ConnectionPool
 
 from config import DatabaseSettings, Settings
 from connection import TOO_LARGE_CLASS, local_timeouts
-from errors import DatabaseUnavailable, LeaseLost, SchemaOutdated
+from errors import DatabaseUnavailable, LeaseLost, OrchestratorError, SchemaOutdated
 from execution.agent.clock import go_on_behind
 from execution.agent.shown import MOST_BYTES, shown
 from pool import looks_alive
@@ -207,6 +207,7 @@ class FencedSaver(PostgresSaver):
         self._fence = {"task_id": task.task_id, "token": task.lease.token}
         self._graph_version = graph_version
         self._max_state_bytes = max_state_bytes
+        self.ended: Exception | None = None  # what was raised here, not by a node
         self._in_this_thread = threading.local()  # LangGraph writes from several
 
     def get_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
@@ -268,13 +269,17 @@ class FencedSaver(PostgresSaver):
     @contextmanager
     def _connection(self) -> Iterator[Connection]:
         """The job's only one at this moment; no server has said goodbye to it."""
-        with _in_plain_words(), self.lock:
-            conn = self._live_connection()
-            try:
-                _require_tables(self._pool, conn)
-                yield conn
-            finally:
-                self._pool.putconn(conn)
+        try:
+            with _in_plain_words(), self.lock:
+                conn = self._live_connection()
+                try:
+                    _require_tables(self._pool, conn)
+                    yield conn
+                finally:
+                    self._pool.putconn(conn)
+        except OrchestratorError as ended:
+            self.ended = ended
+            raise
 
     def _live_connection(self) -> Connection:
         while not looks_alive(conn := self._pool.getconn()):
