@@ -28,6 +28,8 @@ router = APIRouter(
 CHECKPOINT_ID = re.compile(r"[A-Za-z0-9-]{1,64}")
 MOST_CHANGES_TOLD = 6
 
+Channels = Mapping[str, Any]  # of a state: what list_states tells of each
+
 
 def checkpoint_in_cursor(
     cursor: Annotated[str | None, Query(description="next_cursor of the page before")] = None,
@@ -69,7 +71,7 @@ def cursor_of(checkpoint_id: str) -> str:
     return base64.urlsafe_b64encode(checkpoint_id.encode()).decode()
 
 
-def checkpoint_view(row: dict[str, Any], channels_before: Mapping[str, Any]) -> Checkpoint:
+def checkpoint_view(row: dict[str, Any], channels_before: Channels | None) -> Checkpoint:
     """A row of list_states as the API shows it."""
     return Checkpoint(
         id=row["checkpoint_id"],
@@ -83,10 +85,13 @@ def checkpoint_view(row: dict[str, Any], channels_before: Mapping[str, Any]) -> 
     )
 
 
-def summary(nodes: Sequence[str], before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+def summary(nodes: Sequence[str], before: Channels | None, after: Channels | None) -> str:
     """What the nodes wrote, whatever graph they are of: "coder wrote code (1,204 characters)"."""
     if not nodes:
         return "the job begins"
+    who = " and ".join(map(quoted, nodes))
+    if before is None or after is None:
+        return f"{who} wrote a state that is too large to be compared"
     changed = [
         f"{quoted(channel)} ({size_of(value)})"
         for channel, value in after.items()
@@ -94,7 +99,6 @@ def summary(nodes: Sequence[str], before: Mapping[str, Any], after: Mapping[str,
     ]
     if (left_out := len(changed) - MOST_CHANGES_TOLD) > 0:
         changed[MOST_CHANGES_TOLD:] = [f"{left_out} more"]
-    who = " and ".join(map(quoted, nodes))
     return f"{who} wrote {', '.join(changed)}" if changed else f"{who} changed nothing"
 
 

@@ -24,11 +24,15 @@ def newest_state(conn: Connection, task_id: int) -> Row | None:
     return rows[0] if rows else None
 
 
+MOST_COMPARED_BYTES = 256 * 1024  # of a state, as it is stored
+
 # A long value is told by its size: states are large, and a page has many. `digest` tells whether
-# another value is the same. LangGraph's own first checkpoint, before the graph begins, is left out.
+# another value is the same; of a state that is very large nothing is told. LangGraph's own first
+# checkpoint, before the graph begins, is left out.
 LIST_STATES = """
 SELECT checkpoint_id, at, attempt, nodes, next_nodes, prompt_tokens, completion_tokens,
-       (SELECT coalesce(jsonb_object_agg(channel, jsonb_build_object(
+       CASE WHEN pg_column_size(state) <= %(most_bytes)s THEN (
+        SELECT coalesce(jsonb_object_agg(channel, jsonb_build_object(
             'type', jsonb_typeof(value),
             'digest', hashtextextended(value::text, 0),
             'text', CASE
@@ -38,7 +42,7 @@ SELECT checkpoint_id, at, attempt, nodes, next_nodes, prompt_tokens, completion_
                 WHEN 'array' THEN jsonb_array_length(value)
                 WHEN 'object' THEN (SELECT count(*) FROM jsonb_object_keys(value))
                 ELSE char_length(value #>> '{}') END)), '{}')
-        FROM jsonb_each(state) AS channels(channel, value)) AS channels
+        FROM jsonb_each(state) AS channels(channel, value)) END AS channels
 FROM job_states
 WHERE task_id = %(task_id)s AND next_nodes <> '{__start__}'
   AND (%(before)s::text IS NULL OR checkpoint_id < %(before)s)
@@ -52,9 +56,10 @@ def list_states(conn: Connection, task_id: int, *, limit: int, before: str | Non
     tell that there are more.
 
     Of each of its channels there is the type, a digest, the text if that is short, and the size:
-    in characters, items or members.
+    in characters, items or members. `channels` is None where the state is too large for that.
     """
-    return fetch(conn, LIST_STATES, {"task_id": task_id, "limit": limit, "before": before})
+    values = {"task_id": task_id, "limit": limit, "before": before}
+    return fetch(conn, LIST_STATES, {**values, "most_bytes": MOST_COMPARED_BYTES})
 
 
 # The transaction holds the task's row from here on, or fails with LEASE_IS_GONE.

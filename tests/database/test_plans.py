@@ -335,7 +335,7 @@ def of_the_api(here: events.Position) -> dict[str, Ask]:
     old = {**now, "before": A_SNAPSHOT, "now": A_SNAPSHOT}
     submit = {"tasks": json.dumps(SUBMIT)}
     decide = {"task_id": 60_000, "approved": True, "feedback": None, "artefact": "x"}
-    job = {"number": A_JOB, "name": None, "task_id": A_JOB, "limit": 20}
+    job = {"number": A_JOB, "name": None, "task_id": A_JOB, "limit": 20, "most_bytes": 2**20}
     return {
         "submit 20": (db.SUBMIT_TASKS, submit, 1000, 20),
         "the tasks of 20 keys": (db.FIRST_OF_KEYS, submit, 160, 20),
@@ -404,7 +404,7 @@ def of_jobs(leased: Row) -> dict[str, Ask]:
     }
     new = {**fence, **limits, **key, "node_run": "another"}
     unlimited = {**new, "token_budget": None, "tokens_per_day": 0}
-    shown = {"task_id": 500, "limit": 20, "before": None}
+    shown = {"task_id": 500, "limit": 20, "before": None, "most_bytes": 2**20}
     return {
         "lock a job": (model_calls.LOCK_JOB, fence, 20, 0),
         "hold a lease": (jobs.HOLD_LEASE, fence, 20, 0),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import secrets
 from typing import Any
 
 import httpx
 import pytest
 
 from db import Connection
+from queries.jobs import MOST_COMPARED_BYTES
 from queries.tokens import send_tokens
 from tests.support import jobs, lives, rows
 from tests.support.client import Client, refused
@@ -162,6 +164,18 @@ def test_a_summary_fits_any_graph(
     jobs.reach(conn, job, ["first"], nodes, **before)
     jobs.reach(conn, job, nodes, [], **after)
     assert checkpoints(client, job)["checkpoints"][0]["summary"] == summary
+
+
+def test_states_that_are_very_large_are_not_compared(
+    client: Client, conn: Connection, job: int
+) -> None:
+    large = secrets.token_hex(MOST_COMPARED_BYTES)  # twice as many characters, which pack badly
+    jobs.reach(conn, job, ["a"], ["b"], x=1)
+    jobs.reach(conn, job, ["b"], ["c"], x=large)
+    jobs.reach(conn, job, ["c"], [], x=2)
+    too_large = "wrote a state that is too large to be compared"
+    summaries = [one["summary"] for one in checkpoints(client, job)["checkpoints"]]
+    assert summaries == [f"c {too_large}", f"b {too_large}", "a wrote x (1)"]
 
 
 def test_pages_bring_each_checkpoint_once_though_others_come_meanwhile(
