@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Set
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -47,6 +48,7 @@ CompiledGraph = CompiledStateGraph[Any, Any, Any, Any]
 DATABASE_AWAY_SECONDS = 1.0
 WRONG_TABLES_SECONDS = 5.0
 INPUT = "task"
+RESUME = "__resume__"  # LangGraph's channel of answers
 # By what the engine ends an attempt of its own accord.
 ENDS_ITSELF = (
     GraphDrained,
@@ -137,8 +139,11 @@ class Job:
             self._check_version(graph, newest, snapshot)
             has_run = {task.id for task in snapshot.tasks if task.result is not None}
             given = None
-            if snapshot.interrupts and (given := self._answer(snapshot.interrupts)) is None:
-                return _parked(snapshot.interrupts[0])
+            if snapshot.interrupts:
+                answered = answers_stored(saver, config, snapshot)
+                if not self._is_decided(snapshot.interrupts):
+                    return _parked(snapshot.interrupts[0], answered)
+                given = self._answer(answered)
         try:
             self._stream(compiled, given, config, has_run)
         except ENDS_ITSELF as raised:
@@ -152,7 +157,7 @@ class Job:
             return self._succeeded({**graph.defaults, **values, "stopped": spent.which})
         except GraphRecursionError as reached:
             return self._out_of_steps(compiled.get_state(config), reached)
-        return self._outcome(graph, compiled.get_state(config))
+        return self._outcome(graph, compiled.get_state(config), saver, config)
 
     def _graph(self) -> Graph:
         return self.shared.graphs.load(self.task.payload.get("graph") or TEAM)
@@ -190,13 +195,19 @@ class Job:
                 f"which was to go on with {', '.join(newest['next_nodes'])}; submit it again"
             )
 
-    def _answer(self, interrupts: tuple[Interrupt, ...]) -> Command[Any] | None:
-        """What resumes the graph, if one of these was decided; a decision counts for no other."""
+    def _is_decided(self, interrupts: tuple[Interrupt, ...]) -> bool:
+        """Whether one of these was decided; a decision counts for no other."""
         gate = self.task.gate or {}
-        asked, decision = gate.get("interrupt"), gate.get("decision")
-        if decision is None or asked not in {interrupt.id for interrupt in interrupts}:
+        return "decision" in gate and gate["interrupt"] in {one.id for one in interrupts}
+
+    def _answer(self, answered: Mapping[str, int]) -> Command[Any] | None:
+        """What resumes the graph with the decision, once: an attempt that failed behind the
+        question has stored the answer, and given again it would answer that node's next one."""
+        gate = self.task.gate or {}
+        asked = gate["interrupt"]
+        if answered[asked] > gate["answered"]:
             return None
-        return Command(resume={asked: decision})
+        return Command(resume={asked: gate["decision"]})
 
     # --- going on ------------------------------------------------------------------------------
 
@@ -236,15 +247,17 @@ class Job:
             return self.signals.is_draining
         if isinstance(raised, JobStopped):
             return self.signals.is_stopped or self.calls.ended is not None
-        return raised is saver.ended
+        return any(raised is one for one in saver.raised)
 
     # --- what came of it -----------------------------------------------------------------------
 
-    def _outcome(self, graph: Graph, snapshot: StateSnapshot) -> Outcome:
+    def _outcome(
+        self, graph: Graph, snapshot: StateSnapshot, saver: FencedSaver, config: RunnableConfig
+    ) -> Outcome:
         """The end of the stream alone says nothing: LangGraph ends it in silence, too, when there
         is nothing that it could do."""
         if snapshot.interrupts:
-            return _parked(snapshot.interrupts[0])
+            return _parked(snapshot.interrupts[0], answers_stored(saver, config, snapshot))
         if snapshot.tasks:
             names = ", ".join(task.name for task in snapshot.tasks)
             raise Failure(f"the graph stopped at {names}, which is not its end")
@@ -281,12 +294,25 @@ class Job:
                 raise ended
 
 
-def _parked(interrupt: Interrupt) -> Outcome:
+def answers_stored(
+    saver: FencedSaver, config: RunnableConfig, snapshot: StateSnapshot
+) -> dict[str, int]:
+    """How many answers LangGraph has stored for the node that asks, by interrupt."""
+    found = saver.get_tuple(config)
+    stored: Counter[str] = Counter()
+    for task_id, channel, value in (found and found.pending_writes) or ():
+        if channel == RESUME:
+            stored[task_id] += len(value) if isinstance(value, list) else 1
+    return {one.id: stored[task.id] for task in snapshot.tasks for one in task.interrupts}
+
+
+def _parked(interrupt: Interrupt, answered: Mapping[str, int]) -> Outcome:
     """The artefact stands for this question: the next has another, though it asks the same."""
-    gate = {
+    question = {
         "interrupt": interrupt.id,
         "asks": shown({"asks": interrupt.value}, MOST_ASKS_BYTES)["asks"],
     }
-    text = json.dumps(gate, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    text = json.dumps(question, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     artefact = hashlib.sha256(text.encode()).hexdigest()
-    return Outcome("parked", gate={**gate, "artefact": artefact})
+    gate = {**question, "artefact": artefact, "answered": answered[interrupt.id]}
+    return Outcome("parked", gate=gate)

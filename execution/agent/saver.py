@@ -207,7 +207,7 @@ class FencedSaver(PostgresSaver):
         self._fence = {"task_id": task.task_id, "token": task.lease.token}
         self._graph_version = graph_version
         self._max_state_bytes = max_state_bytes
-        self.ended: Exception | None = None  # what was raised here, not by a node
+        self.raised: list[Exception] = []  # here, and not by a node
         self._in_this_thread = threading.local()  # LangGraph writes from several
 
     def get_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
@@ -278,7 +278,7 @@ class FencedSaver(PostgresSaver):
                 finally:
                     self._pool.putconn(conn)
         except OrchestratorError as ended:
-            self.ended = ended
+            self.raised.append(ended)
             raise
 
     def _live_connection(self) -> Connection:

@@ -390,3 +390,17 @@ def test_a_checkpoint_that_is_too_large_for_a_message_fails_the_job_with_its_rea
     graph = chain(("a", lambda state: {"text": "x" * 10_000}))
     with pytest.raises(ValueError, match="bytes are more than Postgres takes at once"):
         run(graph, FencedSaver(pool, task, "v1"), task)
+
+
+def test_it_knows_each_error_that_it_has_raised_whichever_langgraph_passes_on(
+    conn: Connection, pool: CheckpointPool
+) -> None:
+    stale = job(conn)
+    saver = FencedSaver(pool, stale, "v1")
+    taken_over(conn, stale)
+    raised = []
+    for value in ("one", "two"):
+        with pytest.raises(LeaseLost) as lost:
+            put(saver, stale, value)
+        raised.append(lost.value)
+    assert [id(one) for one in saver.raised] == [id(one) for one in raised]

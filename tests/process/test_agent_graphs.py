@@ -63,6 +63,22 @@ def test_questions_that_a_graph_has_at_once_are_asked_one_after_the_other(
     queue.check()
 
 
+def test_a_decision_answers_no_second_question_of_a_node_that_failed_behind_the_first(
+    processes: Processes, queue: Queue
+) -> None:
+    with_graph(processes, f"{BUILT}asking_twice")
+    processes.worker()
+    task_id = submit_job(queue, graph="own")
+    assert decide(queue, task_id, approved=True)["gate"]["asks"] == "publish?"
+    eventually(lambda: queue.row(task_id)["attempt"] == 3, seconds=30)
+    assert decide(queue, task_id, approved=False)["gate"]["asks"] == "delete everything?"
+    assert queue.await_status(task_id, "SUCCEEDED")["result"] == {"said": ["True", "False"]}
+    assert queue.story(task_id) == [
+        "created", "claimed", "parked", "approved", "claimed", "retry", "claimed", "parked",
+        "rejected", "claimed", "succeeded",
+    ]  # fmt: skip
+
+
 def test_a_decision_is_for_the_question_that_was_asked(
     processes: Processes, fake: FakeOllama, queue: Queue, tmp_path: Path
 ) -> None:

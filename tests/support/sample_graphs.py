@@ -315,3 +315,18 @@ def raises_what_it_is_told(state: State, runtime: Run) -> Patch:
 
 def build_engine_raising() -> StateGraph[Any, Any, Any, Any]:
     return line(raises_what_it_is_told)
+
+
+# --- a node that asks twice, and fails in between -------------------------------------------------
+
+
+def asks_twice(state: State, runtime: Run) -> Patch:
+    first_answer = interrupt("publish?")
+    if runtime.context.attempt == 2:
+        raise ValueError("between the questions")
+    second_answer = interrupt("delete everything?")
+    return {"said": [str(one["approved"]) for one in (first_answer, second_answer)]}
+
+
+def build_asking_twice() -> StateGraph[Any, Any, Any, Any]:
+    return line(asks_twice)
