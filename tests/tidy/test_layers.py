@@ -63,6 +63,17 @@ ALLOWED: dict[str, set[str]] = {
     "scheduler": {"config", "db", "errors", "logs", "queries", "execution", "worker"},
     "admin": {"config", "db", "errors", "logs", "queries"},
     "local": {"config", "local"},
+    "bench": {
+        "config",
+        "connection",
+        "db",
+        "execution",
+        "local",
+        "pool",
+        "queries",
+        "runs",
+        "bench",
+    },
     "examples": {"execution"},
 }
 
