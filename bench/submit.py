@@ -25,6 +25,7 @@ CONNECTIONS = 64
 BATCH = 1000
 BATCH_CONNECTIONS = 2
 LONE_INSERTS = 500
+QUIET_SECONDS = 3
 TASK = {"prompt": PAD, "metadata": {"seq": 12345}}
 
 
@@ -104,7 +105,7 @@ class Repetition:
 
     def under_load(self, label: str, server: Process, path: str) -> dict[str, Any]:
         load(self.stage, server.url + path, self.bodies.task, 1, CONNECTIONS)  # to warm up
-        await_quiet()
+        await_quiet(QUIET_SECONDS)
         found = load(self.stage, server.url + path, self.bodies.task, self.seconds, CONNECTIONS)
         self.record.add(label, found["per_second"], "requests/s")
         self.record.add(f"{label}, p50", found["p50_ms"], "ms")
@@ -112,13 +113,13 @@ class Repetition:
         return found
 
     def alone(self, label: str, server: Process, path: str) -> float:
-        await_quiet()
+        await_quiet(QUIET_SECONDS)
         found = load(self.stage, server.url + path, self.bodies.task, self.seconds / 2, 1)
         self.record.add(f"{label}, lone, p99", found["p99_ms"], "ms")
         return self.record.add(f"{label}, lone, p50", found["p50_ms"], "ms")
 
     def batches(self, server: Process) -> None:
-        await_quiet()
+        await_quiet(QUIET_SECONDS)
         address = server.url + "/tasks/batch"
         found = load(self.stage, address, self.bodies.batch, self.seconds, BATCH_CONNECTIONS)
         label = f"POST /tasks/batch of {BATCH:,}, {BATCH_CONNECTIONS} connections"

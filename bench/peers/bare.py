@@ -55,6 +55,7 @@ def work(cursor: Any) -> None:
     while True:
         cursor.execute(CLAIM, {"owner": owner, "batch": BATCH})
         if not (rows := cursor.fetchall()):
+            gate.ended()
             return
         first.begin()
         for _, payload in rows:

@@ -16,6 +16,11 @@ def wait() -> None:
         time.sleep(0.002)
 
 
+def ended() -> None:
+    """Leave the instant at which this worker found nothing left, if it can tell."""
+    (GATE / f"last.{os.getpid()}").write_text(str(time.monotonic_ns()))
+
+
 class FirstJob:
     """`begin` is called by every job; only the first of a process costs anything."""
 
