@@ -63,6 +63,20 @@ ALLOWED: dict[str, set[str]] = {
     "scheduler": {"config", "db", "errors", "logs", "queries", "execution", "worker"},
     "admin": {"config", "db", "errors", "logs", "queries"},
     "local": {"config", "local"},
+    "bench": {
+        "api",
+        "config",
+        "connection",
+        "db",
+        "execution",
+        "local",
+        "main",
+        "pool",
+        "queries",
+        "runs",
+        "states",
+        "bench",
+    },
     "examples": {"execution"},
 }
 

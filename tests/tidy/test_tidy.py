@@ -20,7 +20,14 @@ LONGEST_FILE = 450
 # File: its own limit, and why it has one.
 LONGER_FILES: dict[str, int] = {}
 # Rooms and files whose business it is.
-MAY_HOLD_SQL = ("connection.py", "db.py", "queries/", "local/", "execution/agent/saver.py")
+MAY_HOLD_SQL = (
+    "connection.py",
+    "db.py",
+    "queries/",
+    "local/",
+    "bench/",  # its own databases, and statements as others would write them
+    "execution/agent/saver.py",
+)
 MAY_ASK_THE_CLOCK = ("local/ollama_app.py",)  # Ollama's API says when an answer was created
 MAY_PRINT = ("local/output.py",)
 

@@ -1,0 +1,1 @@
+"""Measures of speed, each a file that runs alone: python -m bench.drain"""
