@@ -17,6 +17,7 @@ import httpx
 
 from config import Settings
 from execution.backends.interface import Completion, OnPiece
+from execution.certificates import trusted_by
 from execution.errors import EmptyAnswer, Failure, Outage, Permanent
 
 # English has about four and a half bytes a token, code and other scripts three or four.
@@ -43,6 +44,7 @@ class ModelServer:
         self._timeout_seconds = settings.ollama.timeout_seconds
         self._http = httpx.AsyncClient(
             base_url=url,
+            verify=trusted_by(url),
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(
                 self._timeout_seconds, connect=settings.ollama.connect_timeout_seconds

@@ -11,12 +11,12 @@ import socket
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TypeVar
 
 import httpx
 
 import addresses
+from execution.certificates import trusted
 from execution.errors import Failure, Permanent
 from execution.tools.threads import in_thread
 
@@ -125,10 +125,5 @@ def words(failed: Exception) -> str:
 
 
 async def certificates() -> ssl.SSLContext:
-    """Made once: reading all certificates takes a while, so not on the loop's thread."""
-    return await in_thread("certificates", _read_certificates)
-
-
-@lru_cache(maxsize=1)
-def _read_certificates() -> ssl.SSLContext:
-    return httpx.create_ssl_context(trust_env=False)
+    """Not on the loop's thread: they may have to be read first."""
+    return await in_thread("certificates", trusted)
