@@ -27,7 +27,7 @@ class ApiServices:
     quotas: Quotas
 
 
-def services_of_request(request: Request) -> ApiServices:
+async def services_of_request(request: Request) -> ApiServices:
     services: ApiServices = request.state.services
     return services
 

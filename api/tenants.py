@@ -3,6 +3,9 @@
 A key belongs to a tenant, or to an operator who sees all tenants. X-Tenant-Id narrows an operator's
 view to one tenant, and says for whom an operator changes something; beside a tenant's key it may
 only repeat what the key says. While no key was ever created it is believed.
+
+What each request asks for is a coroutine, here and in services.py, though it waits for nothing:
+FastAPI calls a plain function in a thread, and these would cost a request more than all the rest.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ XApiKey = Annotated[
 ]
 
 
-def key_of_connection(connection: HTTPConnection) -> ApiKey | None:
+async def key_of_connection(connection: HTTPConnection) -> ApiKey | None:
     """The key that the gate let in; None: none is needed."""
     key: ApiKey | None = connection.scope[KEY_IN_SCOPE]
     return key
@@ -50,7 +53,7 @@ def key_of_connection(connection: HTTPConnection) -> ApiKey | None:
 Key = Annotated[ApiKey | None, Depends(key_of_connection)]
 
 
-def tenant_of_connection(key: Key, x_tenant_id: XTenantId = None) -> str | None:
+async def tenant_of_connection(key: Key, x_tenant_id: XTenantId = None) -> str | None:
     """The tenant whose rows may be read; None: an operator reads those of all tenants."""
     if x_tenant_id is not None and not TENANT.fullmatch(x_tenant_id):
         raise RequestRefused("X-Tenant-Id is to be 1 to 64 of A-Z a-z 0-9 _ -")
@@ -65,21 +68,21 @@ def tenant_of_connection(key: Key, x_tenant_id: XTenantId = None) -> str | None:
     return key.tenant
 
 
-def any_tenant_of_request(
+async def any_tenant_of_request(
     tenant: Annotated[str | None, Depends(tenant_of_connection)], _: XApiKey = None
 ) -> str | None:
     """The same for what is no WebSocket."""
     return tenant
 
 
-def tenant_of_watcher(
+async def tenant_of_watcher(
     tenant: Annotated[str | None, Depends(any_tenant_of_request)], ticket: Ticket = None
 ) -> str | None:
     """The same for server-sent events, which a ticket opens as well; the gate looked at it."""
     return tenant
 
 
-def tenant_of_request(
+async def tenant_of_request(
     tenant: Annotated[str | None, Depends(any_tenant_of_request)],
 ) -> str:
     """The tenant for whom something is created or changed."""
@@ -88,7 +91,7 @@ def tenant_of_request(
     return tenant
 
 
-def counted_tenant_of_request(
+async def counted_tenant_of_request(
     key: Key, tenant: Annotated[str | None, Depends(any_tenant_of_request)]
 ) -> str | None:
     """The tenant whose tasks are counted; None: all, as for everybody while there is no key."""

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+import db
 from db import Connection
 from tests.support import jobs, lives, rows
 from tests.support.client import Client, refused
-from tests.support.processes import Api
+from tests.support.processes import Api, eventually
 from tests.support.run_client import RunClient, agent, llm
 from tests.support.runs import finish
 
@@ -67,10 +68,8 @@ def test_a_decision_sends_the_job_back_to_the_queue_and_is_kept_for_its_worker(
 def test_a_decision_wakes_a_worker(runs: RunClient, conn: Connection, job: tuple[int, str]) -> None:
     rows.sql(conn, "LISTEN tasks_claimable")
     runs.approve(job[0])
-    conn.poll()
-    assert "tasks_claimable" in [heard.channel for heard in conn.notifies]
+    eventually(lambda: "tasks_claimable" in [channel for channel, _ in db.heard(conn)])
     rows.sql(conn, "UNLISTEN *")
-    conn.notifies.clear()
 
 
 def test_a_decision_by_name_is_about_the_newest_of_that_name(
