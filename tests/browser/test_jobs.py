@@ -39,7 +39,11 @@ def team(stack: Stack) -> Iterator[TeamModel]:
 def test_a_job_is_watched_node_by_node_and_its_code_is_decided_about_by_a_person(
     visit: Visit, stack: Stack, team: TeamModel
 ) -> None:
-    team.on("", coder=[slow(then=answer(CODE[5:]), first=CODE[:5]), answer(BETTER)])
+    # Before the coder speaks, the worker has had time to hear that somebody watches.
+    notes = answer("Notes.", chunks=3, delay=1.0)
+    team.on(
+        "", researcher=notes, coder=[slow(then=answer(CODE[5:]), first=CODE[:5]), answer(BETTER)]
+    )
     told: list[Any] = []
     page = visit.page
     page.on(
