@@ -20,7 +20,7 @@ demo: ## Kill a worker in mid-task and watch another one finish
 chaos: ## Kill workers at random for a minute and prove that nothing went wrong
 	@./chaos.sh
 
-bench: ## Measure how fast this is, beside other queues, in eight minutes or less
+bench: ## Measure how fast this is, beside other queues, with few repetitions
 	@./bench/run.sh --quick
 
 check: venv ## Look without changing anything: format, lint, types, layers
