@@ -23,6 +23,10 @@ from tests.support.rows import RETRY, sql
 from tests.support.runs import Edges, submit
 
 pytest.register_assert_rewrite("tests.support.run_machine")
+REASON = "needs hypothesis: pip install -r requirements-dev.txt"
+hypothesis = pytest.importorskip("hypothesis", reason=REASON)
+stateful = pytest.importorskip("hypothesis.stateful", reason=REASON)
+machine = pytest.importorskip("tests.support.run_machine", reason=REASON)
 
 Connect = Callable[[], Connection]
 
@@ -50,14 +54,8 @@ def database_url(module_database: str) -> str:
 
 def run_machine(connect: Connect, seed: int, **settings: Any) -> None:
     """Play that many games, each of up to forty steps."""
-    hypothesis = pytest.importorskip(
-        "hypothesis", reason="needs hypothesis: pip install -r requirements-dev.txt"
-    )
-    from hypothesis.stateful import run_state_machine_as_test
 
-    from tests.support.run_machine import RunMachine
-
-    class Machine(RunMachine):
+    class Machine(machine.RunMachine):
         connections = (connect(), connect())
 
     usual = {
@@ -68,7 +66,7 @@ def run_machine(connect: Connect, seed: int, **settings: Any) -> None:
         "report_multiple_bugs": False,
         "suppress_health_check": list(hypothesis.HealthCheck),
     }
-    run_state_machine_as_test(
+    stateful.run_state_machine_as_test(
         hypothesis.seed(seed)(Machine), settings=hypothesis.settings(**{**usual, **settings})
     )
 
@@ -107,7 +105,6 @@ def test_without_a_guard_the_same_machine_finds_what_goes_wrong(
     guard: str,
     without: str,
 ) -> None:
-    hypothesis = pytest.importorskip("hypothesis", reason="needs requirements-dev.txt")
     statement = getattr(module, name)
     assert guard in statement
     for where in (steps, runs, operations):

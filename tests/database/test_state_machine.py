@@ -16,11 +16,11 @@ import pytest
 from db import Connection
 from queries import leases, operations
 
-hypothesis = pytest.importorskip(
-    "hypothesis", reason="needs hypothesis: pip install -r requirements-dev.txt"
-)
-
 pytest.register_assert_rewrite("tests.support.machine")  # so that a failure shows both sides
+REASON = "needs hypothesis: pip install -r requirements-dev.txt"
+hypothesis = pytest.importorskip("hypothesis", reason=REASON)
+stateful = pytest.importorskip("hypothesis.stateful", reason=REASON)
+machine = pytest.importorskip("tests.support.machine", reason=REASON)
 
 Connect = Callable[[], Connection]
 OF_THE_QUEUE = {
@@ -35,14 +35,11 @@ OF_THE_QUEUE = {
 
 def run_machine(connect: Connect, seed: int, **settings: Any) -> None:
     """Play that many games, each of up to forty steps, on an empty queue."""
-    from hypothesis.stateful import run_state_machine_as_test
 
-    from tests.support.machine import QueueMachine
-
-    class Machine(QueueMachine):
+    class Machine(machine.QueueMachine):
         connections = tuple(connect() for _ in range(4))
 
-    run_state_machine_as_test(
+    stateful.run_state_machine_as_test(
         hypothesis.seed(seed)(Machine), settings=hypothesis.settings(**OF_THE_QUEUE, **settings)
     )
 
