@@ -374,24 +374,39 @@ def number_or_name(reference: str) -> Row:
 
 
 # One row: the figures of /metrics over the tenant's tasks (all tenants: NULL). Runs are no work.
+# They are kept, not counted: see figures in schema.sql.
 METRICS = """
-WITH counted AS (
-    SELECT status, route, cost, retry_count, reclaim_count, duration_seconds
-    FROM tasks
+WITH part AS (
+    SELECT * FROM figures
     WHERE (%(tenant)s::text IS NULL OR tenant = %(tenant)s) AND kind <> 'run'
+    UNION ALL
+    SELECT * FROM figure_changes
+    WHERE (%(tenant)s::text IS NULL OR tenant = %(tenant)s) AND kind <> 'run'
+),
+total AS (
+    SELECT jsonb_build_object(
+               'BLOCKED', sum(blocked), 'PENDING', sum(pending), 'RUNNING', sum(running),
+               'AWAITING_APPROVAL', sum(awaiting_approval), 'SUCCEEDED', sum(succeeded),
+               'FAILED', sum(failed), 'CANCELLED', sum(cancelled)) AS by_status,
+           coalesce(sum(retries), 0)::bigint AS retries,
+           coalesce(sum(reclaimed), 0)::bigint AS reclaimed,
+           sum(microseconds) / nullif(sum(timed), 0) / 1000000 AS avg_duration_seconds,
+           CASE WHEN sum(paid_local) > 0 THEN round(sum(cost_local), 8)::text END AS local,
+           CASE WHEN sum(paid_cloud) > 0 THEN round(sum(cost_cloud), 8)::text END AS cloud
+    FROM part
+),
+by_status AS (
+    SELECT coalesce(jsonb_object_agg(key, value), '{}') AS tasks, sum(value::bigint) AS all_tasks
+    FROM total CROSS JOIN jsonb_each(by_status)
+    WHERE value NOT IN ('null', '0')
 )
-SELECT
-    (SELECT coalesce(jsonb_object_agg(status, n), '{}')
-     FROM (SELECT status, count(*) AS n FROM counted GROUP BY status) AS statuses
-    ) AS by_status,
-    (SELECT coalesce(avg(retry_count), 0)::double precision FROM counted) AS avg_retry,
-    (SELECT coalesce(sum(retry_count), 0)::bigint FROM counted) AS retries,
-    (SELECT count(*) FROM counted WHERE reclaim_count > 0) AS reclaimed_count,
-    (SELECT avg(duration_seconds) FROM counted WHERE status = 'SUCCEEDED') AS avg_duration_seconds,
-    (SELECT coalesce(jsonb_object_agg(route, spent), '{}')
-     FROM (SELECT route, round(sum(cost), 8)::text AS spent
-           FROM counted WHERE cost IS NOT NULL GROUP BY route) AS routes
-    ) AS cost_by_route
+SELECT by_status.tasks AS by_status,
+       coalesce(retries / by_status.all_tasks::double precision, 0) AS avg_retry,
+       retries,
+       reclaimed AS reclaimed_count,
+       avg_duration_seconds::double precision,
+       jsonb_strip_nulls(jsonb_build_object('local', local, 'cloud', cloud)) AS cost_by_route
+FROM total CROSS JOIN by_status
 """
 
 

@@ -1,4 +1,4 @@
--- Agent Orchestrator, schema version 4.
+-- Agent Orchestrator, schema version 5.
 --
 -- The life of a task, told once. Whatever can be claimed, retried, leased, cancelled or awaited
 -- is one row of `tasks`. A row is born PENDING; once it is due, a worker claims it: RUNNING, with
@@ -23,7 +23,7 @@ CREATE TABLE schema_version (
     installed_at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 COMMENT ON TABLE schema_version IS 'One row for each version this database has gone through.';
-INSERT INTO schema_version (version) VALUES (4);
+INSERT INTO schema_version (version) VALUES (5);
 
 
 -- The only clock. Tests set orchestrator.fake_now in their session to stand at a chosen instant.
@@ -711,6 +711,195 @@ CREATE TRIGGER audit_tasks AFTER UPDATE ON tasks
     FOR EACH STATEMENT EXECUTE FUNCTION audit_changed_tasks();
 
 
+-- How many tasks stand where, exactly, without counting them. Each statement that changes tasks
+-- appends to figure_changes what it has changed, one row for each tenant and kind in the same
+-- transaction, and fold_figures adds such rows to `figures` now and then. So the figures of a moment
+-- are the sums of both tables in one snapshot, and nobody who settles a task waits for anybody: no
+-- row is changed by two of them.
+CREATE TABLE figures (
+    tenant            text    NOT NULL,
+    kind              text    NOT NULL,
+    blocked           bigint  NOT NULL,            -- tasks by status
+    pending           bigint  NOT NULL,
+    running           bigint  NOT NULL,
+    awaiting_approval bigint  NOT NULL,
+    succeeded         bigint  NOT NULL,
+    failed            bigint  NOT NULL,
+    cancelled         bigint  NOT NULL,
+    due               bigint  NOT NULL,            -- of those that are PENDING
+    dead              bigint  NOT NULL,            -- of those that FAILED: not by a rejection
+    retries           bigint  NOT NULL,            -- sum of retry_count
+    reclaimed         bigint  NOT NULL,            -- tasks that lost a worker
+    timed             bigint  NOT NULL,            -- SUCCEEDED with a duration
+    microseconds      numeric NOT NULL,            -- sum of their durations
+    paid_local        bigint  NOT NULL,            -- tasks with a cost, by route
+    cost_local        numeric NOT NULL,            -- sum of their costs
+    paid_cloud        bigint  NOT NULL,
+    cost_cloud        numeric NOT NULL,
+    PRIMARY KEY (tenant, kind)
+);
+COMMENT ON TABLE figures IS 'One row for each tenant and kind of task: what was folded so far.';
+
+-- Without an index: it is short, and every statement that changes tasks writes to it.
+CREATE TABLE figure_changes (
+    tenant            text    NOT NULL,
+    kind              text    NOT NULL,
+    blocked           bigint,                      -- NULL: as before
+    pending           bigint,
+    running           bigint,
+    awaiting_approval bigint,
+    succeeded         bigint,
+    failed            bigint,
+    cancelled         bigint,
+    due               bigint,
+    dead              bigint,
+    retries           bigint,
+    reclaimed         bigint,
+    timed             bigint,
+    microseconds      numeric,
+    paid_local        bigint,
+    cost_local        numeric,
+    paid_cloud        bigint,
+    cost_cloud        numeric
+) WITH (
+    -- Every row is deleted soon: vacuum by their number, not by a share of what is there.
+    autovacuum_vacuum_scale_factor = 0,
+    autovacuum_vacuum_threshold = 2000
+);
+COMMENT ON TABLE figure_changes IS 'What statements have changed in the figures since they were folded.';
+
+-- What a statement has created or deleted.
+CREATE FUNCTION count_tasks() RETURNS trigger LANGUAGE plpgsql AS $$
+DECLARE
+    n CONSTANT integer := CASE TG_OP WHEN 'DELETE' THEN -1 ELSE 1 END;
+BEGIN
+    INSERT INTO figure_changes (
+        tenant, kind, blocked, pending, running, awaiting_approval, succeeded, failed, cancelled,
+        due, dead, retries, reclaimed, timed, microseconds,
+        paid_local, cost_local, paid_cloud, cost_cloud)
+    SELECT
+        tenant, kind,
+        sum(n) FILTER (WHERE status = 'BLOCKED'),
+        sum(n) FILTER (WHERE status = 'PENDING'),
+        sum(n) FILTER (WHERE status = 'RUNNING'),
+        sum(n) FILTER (WHERE status = 'AWAITING_APPROVAL'),
+        sum(n) FILTER (WHERE status = 'SUCCEEDED'),
+        sum(n) FILTER (WHERE status = 'FAILED'),
+        sum(n) FILTER (WHERE status = 'CANCELLED'),
+        sum(n) FILTER (WHERE due),
+        sum(n) FILTER (WHERE status = 'FAILED' AND reason <> 'rejected'),
+        sum(n * retry_count),
+        sum(n) FILTER (WHERE reclaim_count > 0),
+        sum(n) FILTER (WHERE status = 'SUCCEEDED' AND duration_seconds IS NOT NULL),
+        sum(n * (duration_seconds * 1000000)::bigint) FILTER (WHERE status = 'SUCCEEDED'),
+        sum(n) FILTER (WHERE route = 'local' AND cost IS NOT NULL),
+        sum(n * cost) FILTER (WHERE route = 'local'),
+        sum(n) FILTER (WHERE route = 'cloud' AND cost IS NOT NULL),
+        sum(n * cost) FILTER (WHERE route = 'cloud')
+    FROM some_tasks
+    GROUP BY tenant, kind;
+    RETURN NULL;
+END $$;
+
+-- What a statement has changed: what is now, less what was before. A heartbeat leaves nothing.
+CREATE FUNCTION count_changed_tasks() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO figure_changes (
+        tenant, kind, blocked, pending, running, awaiting_approval, succeeded, failed, cancelled,
+        due, dead, retries, reclaimed, timed, microseconds,
+        paid_local, cost_local, paid_cloud, cost_cloud)
+    SELECT *
+    FROM (
+        SELECT
+            tenant, kind,
+            nullif(sum(n) FILTER (WHERE status = 'BLOCKED'), 0) AS blocked,
+            nullif(sum(n) FILTER (WHERE status = 'PENDING'), 0) AS pending,
+            nullif(sum(n) FILTER (WHERE status = 'RUNNING'), 0) AS running,
+            nullif(sum(n) FILTER (WHERE status = 'AWAITING_APPROVAL'), 0) AS awaiting_approval,
+            nullif(sum(n) FILTER (WHERE status = 'SUCCEEDED'), 0) AS succeeded,
+            nullif(sum(n) FILTER (WHERE status = 'FAILED'), 0) AS failed,
+            nullif(sum(n) FILTER (WHERE status = 'CANCELLED'), 0) AS cancelled,
+            nullif(sum(n) FILTER (WHERE due), 0) AS due,
+            nullif(sum(n) FILTER (WHERE status = 'FAILED' AND reason <> 'rejected'), 0) AS dead,
+            nullif(sum(n * retry_count), 0) AS retries,
+            nullif(sum(n) FILTER (WHERE reclaim_count > 0), 0) AS reclaimed,
+            nullif(sum(n) FILTER (
+                WHERE status = 'SUCCEEDED' AND duration_seconds IS NOT NULL), 0) AS timed,
+            nullif(sum(n * (duration_seconds * 1000000)::bigint) FILTER (
+                WHERE status = 'SUCCEEDED'), 0) AS microseconds,
+            nullif(sum(n) FILTER (WHERE route = 'local' AND cost IS NOT NULL), 0) AS paid_local,
+            nullif(sum(n * cost) FILTER (WHERE route = 'local'), 0) AS cost_local,
+            nullif(sum(n) FILTER (WHERE route = 'cloud' AND cost IS NOT NULL), 0) AS paid_cloud,
+            nullif(sum(n * cost) FILTER (WHERE route = 'cloud'), 0) AS cost_cloud
+        FROM (
+            SELECT 1 AS n, tenant, kind, status, reason, due, retry_count, reclaim_count,
+                   duration_seconds, route, cost
+            FROM new_tasks
+            UNION ALL
+            SELECT -1, tenant, kind, status, reason, due, retry_count, reclaim_count,
+                   duration_seconds, route, cost
+            FROM old_tasks
+        ) AS task
+        GROUP BY tenant, kind
+    ) AS changed
+    WHERE num_nonnulls(
+        blocked, pending, running, awaiting_approval, succeeded, failed, cancelled, due, dead,
+        retries, reclaimed, timed, microseconds, paid_local, cost_local, paid_cloud, cost_cloud) > 0;
+    RETURN NULL;
+END $$;
+
+-- Counts everything anew: after a migration, and for whoever filled the table with its triggers
+-- disabled. Nobody changes a task meanwhile.
+CREATE FUNCTION recount_figures() RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+    LOCK TABLE tasks IN SHARE ROW EXCLUSIVE MODE;
+    TRUNCATE figures, figure_changes;
+    INSERT INTO figures (
+        tenant, kind, blocked, pending, running, awaiting_approval, succeeded, failed, cancelled,
+        due, dead, retries, reclaimed, timed, microseconds,
+        paid_local, cost_local, paid_cloud, cost_cloud)
+    SELECT
+        tenant, kind,
+        count(*) FILTER (WHERE status = 'BLOCKED'),
+        count(*) FILTER (WHERE status = 'PENDING'),
+        count(*) FILTER (WHERE status = 'RUNNING'),
+        count(*) FILTER (WHERE status = 'AWAITING_APPROVAL'),
+        count(*) FILTER (WHERE status = 'SUCCEEDED'),
+        count(*) FILTER (WHERE status = 'FAILED'),
+        count(*) FILTER (WHERE status = 'CANCELLED'),
+        count(*) FILTER (WHERE due),
+        count(*) FILTER (WHERE status = 'FAILED' AND reason <> 'rejected'),
+        sum(retry_count),
+        count(*) FILTER (WHERE reclaim_count > 0),
+        count(duration_seconds) FILTER (WHERE status = 'SUCCEEDED'),
+        coalesce(sum((duration_seconds * 1000000)::bigint) FILTER (WHERE status = 'SUCCEEDED'), 0),
+        count(cost) FILTER (WHERE route = 'local'),
+        coalesce(sum(cost) FILTER (WHERE route = 'local'), 0),
+        count(cost) FILTER (WHERE route = 'cloud'),
+        coalesce(sum(cost) FILTER (WHERE route = 'cloud'), 0)
+    FROM tasks
+    GROUP BY tenant, kind;
+END $$;
+
+CREATE FUNCTION forget_figures() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    TRUNCATE figures, figure_changes;
+    RETURN NULL;
+END $$;
+
+CREATE TRIGGER count_tasks_created AFTER INSERT ON tasks
+    REFERENCING NEW TABLE AS some_tasks
+    FOR EACH STATEMENT EXECUTE FUNCTION count_tasks();
+CREATE TRIGGER count_tasks_changed AFTER UPDATE ON tasks
+    REFERENCING OLD TABLE AS old_tasks NEW TABLE AS new_tasks
+    FOR EACH STATEMENT EXECUTE FUNCTION count_changed_tasks();
+CREATE TRIGGER count_tasks_deleted AFTER DELETE ON tasks
+    REFERENCING OLD TABLE AS some_tasks
+    FOR EACH STATEMENT EXECUTE FUNCTION count_tasks();
+CREATE TRIGGER count_no_tasks AFTER TRUNCATE ON tasks
+    FOR EACH STATEMENT EXECUTE FUNCTION forget_figures();
+
+
 -- The way in for programs whose own data is in this database: the task is stored in the caller's
 -- transaction, so that both are committed or neither is; then it is claimable, and a worker wakes.
 --
@@ -723,7 +912,7 @@ CREATE TRIGGER audit_tasks AFTER UPDATE ON tasks
 -- task's; with others it is refused (unique_violation). These keys are apart from those of the
 -- HTTP API. What cannot be a task is refused in plain words (invalid_parameter_value); the limits
 -- of config.toml are not known here. The caller's role needs INSERT and SELECT on tasks, SELECT on
--- transitions, and INSERT on audit_log.
+-- transitions, and INSERT on audit_log and figure_changes.
 CREATE FUNCTION submit_task(
     prompt          text,
     tenant          text             DEFAULT 'default',

@@ -167,25 +167,36 @@ def list_transitions(conn: Connection, task_id: int, *, limit: int, after: int |
     return Page(page, page[-1]["id"] if len(rows) > limit else None)
 
 
-# One row, each figure from the index that holds just such tasks. A delayed task whose time has
-# come is due, whether or not a worker has marked it so.
+# One row. A delayed task whose time has come is due, whether or not a worker has marked it so: only
+# these are counted, in the order of their index and with a limit that the planner cannot know, so
+# that it has no reason to read the table.
 READ_QUEUE = """
-SELECT
-    (SELECT count(*) FROM tasks
-     WHERE due AND NOT alone AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s))
-    + (SELECT count(*) FROM tasks
-       WHERE due AND alone AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s))
-    + (SELECT count(*) FROM tasks
-       WHERE status = 'PENDING' AND NOT due AND available_at <= (SELECT current_instant())
-         AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)) AS depth,
-    (SELECT count(*) FROM tasks
-     WHERE status = 'PENDING' AND NOT due AND available_at > (SELECT current_instant())
-       AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)) AS delayed,
-    (SELECT count(*) FROM tasks
-     WHERE status = 'RUNNING' AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)) AS running,
-    (SELECT count(*) FROM tasks
-     WHERE status = 'FAILED' AND kind <> 'run' AND reason <> 'rejected'
-       AND (%(tenant)s::text IS NULL OR tenant = %(tenant)s)) AS dead_letters
+WITH overdue AS MATERIALIZED (
+    SELECT tenant FROM tasks
+    WHERE status = 'PENDING' AND NOT due AND available_at <= (SELECT current_instant())
+    ORDER BY available_at
+    LIMIT (SELECT 9223372036854775807)
+),
+late AS (
+    SELECT count(*) AS tasks FROM overdue WHERE %(tenant)s::text IS NULL OR tenant = %(tenant)s
+),
+part AS (
+    SELECT due, pending, running, dead FROM figures
+    WHERE (%(tenant)s::text IS NULL OR tenant = %(tenant)s) AND kind <> 'run'
+    UNION ALL
+    SELECT due, pending, running, dead FROM figure_changes
+    WHERE (%(tenant)s::text IS NULL OR tenant = %(tenant)s) AND kind <> 'run'
+),
+total AS (
+    SELECT coalesce(sum(due), 0)::bigint AS due, coalesce(sum(pending), 0)::bigint AS pending,
+           coalesce(sum(running), 0)::bigint AS running, coalesce(sum(dead), 0)::bigint AS dead
+    FROM part
+)
+SELECT due + late.tasks AS depth,
+       pending - due - late.tasks AS delayed,
+       running,
+       dead AS dead_letters
+FROM total CROSS JOIN late
 """
 
 

@@ -214,7 +214,7 @@ def test_a_role_with_the_rights_that_schema_sql_names_can_submit(
         cursor.execute(f"CREATE ROLE {role}")
         cursor.execute(f"GRANT SELECT, INSERT ON tasks TO {role}")
         cursor.execute(f"GRANT SELECT ON transitions TO {role}")
-        cursor.execute(f"GRANT INSERT ON audit_log TO {role}")
+        cursor.execute(f"GRANT INSERT ON audit_log, figure_changes TO {role}")
         cursor.execute(f"SET ROLE {role}")
         cursor.execute("SELECT submit_task('p', idempotency_key => 'k')")
         cursor.execute("SELECT submit_task('p', idempotency_key => 'k')")
