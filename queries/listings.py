@@ -49,45 +49,78 @@ FROM page JOIN tasks t USING (task_id)
 ORDER BY t.task_id DESC
 """
 
-# The tenants that have anything, in alphabetical order: one index probe each.
-TENANTS = """
-WITH RECURSIVE found AS (
-    SELECT min(tenant) AS tenant FROM tasks
-    UNION ALL
-    SELECT (SELECT min(tenant) FROM tasks WHERE tenant > found.tenant) FROM found
-    WHERE found.tenant IS NOT NULL
-)
-SELECT tenant FROM found WHERE tenant IS NOT NULL
+# Where a list looks: kinds and statuses of one tenant; or of each tenant those that the figures know
+# it to have, or to have had.
+WANTED_OF_TENANT = """
+WITH wanted AS (
+    SELECT %(tenant)s::text AS tenant, asked_kind.kind, asked_status.status::task_status AS status
+    FROM unnest(%(kinds)s::text[]) AS asked_kind(kind)
+    CROSS JOIN unnest(%(statuses)s::text[]) AS asked_status(status)
+),
+"""
+WANTED_OF_ALL = """
+WITH wanted AS (
+    SELECT part.tenant, part.kind, stored.status::task_status AS status
+    FROM (SELECT * FROM figures UNION ALL SELECT * FROM figure_changes) AS part
+    CROSS JOIN LATERAL (VALUES
+        ('BLOCKED', blocked), ('PENDING', pending), ('RUNNING', running),
+        ('AWAITING_APPROVAL', awaiting_approval), ('SUCCEEDED', succeeded),
+        ('FAILED', failed), ('CANCELLED', cancelled)) AS stored(status, tasks)
+    WHERE part.kind = ANY(%(kinds)s::text[]) AND stored.status = ANY(%(statuses)s::text[])
+      AND stored.tasks > 0
+    GROUP BY part.tenant, part.kind, stored.status
+),
 """
 
-
-def tenants_to_list(conn: Connection, tenant: str | None) -> list[str]:
-    """This one; None: all that there are."""
-    return [row["tenant"] for row in fetch(conn, TENANTS)] if tenant is None else [tenant]
-
-
 # The newest of each tenant, kind and status, each from its own stretch of the index; of those the
-# newest. Rows are compared whole, since only one index has that order: with `kind = …` the planner
-# may hope to meet enough of a rare kind on its way down the primary key.
+# newest. First the very newest of some: if more than a page of them have a number, nothing below it
+# can be on the page, and of most stretches next to nothing is read. Pairs are compared, since only
+# one index has that order: with `status = …` the planner may hope to meet enough of a rare one on
+# its way down the primary key.
 NEWEST_TASKS = """
-WITH found AS (
-    SELECT newest.task_id
-    FROM unnest(%(tenants)s::text[]) AS asked_tenant(tenant)
-    CROSS JOIN unnest(%(kinds)s::text[]) AS asked_kind(kind)
-    CROSS JOIN unnest(%(statuses)s::text[]) AS asked_status(status)
+sampled AS (
+    SELECT head.task_id
+    FROM (SELECT tenant, kind, status FROM wanted LIMIT 4 * (%(limit)s + 1)) AS one
     CROSS JOIN LATERAL (
         SELECT task_id FROM tasks
-        WHERE (tenant, kind, status, task_id)
-            > (asked_tenant.tenant, asked_kind.kind, asked_status.status::task_status, 0)
-          AND (tenant, kind, status, task_id)
-            < (asked_tenant.tenant, asked_kind.kind, asked_status.status::task_status, %(before)s)
-        ORDER BY tenant DESC, kind DESC, status DESC, task_id DESC
+        WHERE tenant = one.tenant AND kind = one.kind
+          AND (status, task_id) > (one.status, 0)
+          AND (status, task_id) < (one.status, %(before)s)
+        ORDER BY status DESC, task_id DESC
+        LIMIT 1) AS head
+    ORDER BY head.task_id DESC
+    LIMIT %(limit)s + 1
+),
+least AS (
+    SELECT CASE WHEN count(*) > %(limit)s THEN min(task_id) ELSE 1 END AS task_id FROM sampled
+),
+found AS (
+    SELECT newest.task_id
+    FROM wanted CROSS JOIN LATERAL (
+        SELECT task_id FROM tasks
+        WHERE tenant = wanted.tenant AND kind = wanted.kind
+          AND (status, task_id) >= (wanted.status, (SELECT task_id FROM least))
+          AND (status, task_id) < (wanted.status, %(before)s)
+        ORDER BY status DESC, task_id DESC
         LIMIT %(limit)s + 1) AS newest
     ORDER BY newest.task_id DESC
     LIMIT %(limit)s + 1
 ),
 """
-LIST_TASKS = NEWEST_TASKS + END_OF_PAGE + SELECT_TASK + FROM_PAGE
+# Of all tenants, kinds and statuses: the primary key has that order, and every run that is passed
+# over on the way has steps that are not.
+NEWEST_OF_ALL = """
+WITH found AS (
+    SELECT task_id FROM tasks
+    WHERE task_id < %(before)s AND kind <> 'run'
+    ORDER BY task_id DESC
+    LIMIT %(limit)s + 1
+),
+"""
+PAGE_OF_TASKS = END_OF_PAGE + SELECT_TASK + FROM_PAGE
+LIST_TASKS = WANTED_OF_TENANT + NEWEST_TASKS + PAGE_OF_TASKS
+LIST_TASKS_OF_ALL = WANTED_OF_ALL + NEWEST_TASKS + PAGE_OF_TASKS
+LIST_ALL_TASKS = NEWEST_OF_ALL + PAGE_OF_TASKS
 
 
 def list_tasks(
@@ -102,7 +135,7 @@ def list_tasks(
 ) -> Page:
     """The tenant's tasks with numbers below `before`, newest first; no runs. None: all tenants'."""
     values = {
-        "tenants": tenants_to_list(conn, tenant),
+        "tenant": tenant,
         "statuses": [status] if status else list(Status),
         "kinds": [kind] if kind else list(Kind),
         "limit": limit,
@@ -110,15 +143,46 @@ def list_tasks(
         "most_bytes": MOST_RESULT_BYTES,
         "present_seconds": present_seconds,
     }
-    return _page_of_tasks(fetch(conn, LIST_TASKS, values))
+    if tenant is not None:
+        statement = LIST_TASKS
+    else:
+        statement = LIST_TASKS_OF_ALL if status or kind else LIST_ALL_TASKS
+    return _page_of_tasks(fetch(conn, statement, values))
 
 
+DEAD_OF_TENANT = """
+WITH wanted AS (SELECT %(tenant)s::text AS tenant),
+"""
+DEAD_OF_ALL = """
+WITH wanted AS (
+    SELECT DISTINCT tenant
+    FROM (SELECT * FROM figures UNION ALL SELECT * FROM figure_changes) AS part
+    WHERE kind <> 'run' AND dead > 0
+),
+"""
+
+# As in NEWEST_TASKS.
 NEWEST_DEAD_LETTERS = """
-WITH found AS (
-    SELECT newest.task_id
-    FROM unnest(%(tenants)s::text[]) AS asked_tenant(tenant) CROSS JOIN LATERAL (
+sampled AS (
+    SELECT head.task_id
+    FROM (SELECT tenant FROM wanted LIMIT 4 * (%(limit)s + 1)) AS one CROSS JOIN LATERAL (
         SELECT task_id FROM tasks
-        WHERE tenant = asked_tenant.tenant AND task_id < %(before)s
+        WHERE tenant = one.tenant AND task_id < %(before)s
+          AND status = 'FAILED' AND kind <> 'run' AND reason <> 'rejected'
+        ORDER BY task_id DESC
+        LIMIT 1) AS head
+    ORDER BY head.task_id DESC
+    LIMIT %(limit)s + 1
+),
+least AS (
+    SELECT CASE WHEN count(*) > %(limit)s THEN min(task_id) ELSE 1 END AS task_id FROM sampled
+),
+found AS (
+    SELECT newest.task_id
+    FROM wanted CROSS JOIN LATERAL (
+        SELECT task_id FROM tasks
+        WHERE tenant = wanted.tenant
+          AND task_id >= (SELECT task_id FROM least) AND task_id < %(before)s
           AND status = 'FAILED' AND kind <> 'run' AND reason <> 'rejected'
         ORDER BY task_id DESC
         LIMIT %(limit)s + 1) AS newest
@@ -126,7 +190,8 @@ WITH found AS (
     LIMIT %(limit)s + 1
 ),
 """
-LIST_DEAD_LETTERS = NEWEST_DEAD_LETTERS + END_OF_PAGE + SELECT_TASK + FROM_PAGE
+LIST_DEAD_LETTERS = DEAD_OF_TENANT + NEWEST_DEAD_LETTERS + PAGE_OF_TASKS
+LIST_DEAD_LETTERS_OF_ALL = DEAD_OF_ALL + NEWEST_DEAD_LETTERS + PAGE_OF_TASKS
 
 
 def list_dead_letters(
@@ -137,13 +202,14 @@ def list_dead_letters(
     None: those of all tenants.
     """
     values = {
-        "tenants": tenants_to_list(conn, tenant),
+        "tenant": tenant,
         "limit": limit,
         "before": before or LARGEST_ID,
         "most_bytes": MOST_RESULT_BYTES,
         "present_seconds": present_seconds,
     }
-    return _page_of_tasks(fetch(conn, LIST_DEAD_LETTERS, values))
+    statement = LIST_DEAD_LETTERS_OF_ALL if tenant is None else LIST_DEAD_LETTERS
+    return _page_of_tasks(fetch(conn, statement, values))
 
 
 def _page_of_tasks(rows: list[Row]) -> Page:

@@ -14,7 +14,13 @@ from typing import Any
 from connection import Connection, Cursor, Row, fetch, transaction
 from db import FIRST_OF_KEYS, LARGEST_ID, Submitted, number_or_name
 from errors import KeyReused, NotFound, RequestRefused, StateConflict
-from queries.listings import MOST_RESULT_BYTES, NEWEST_TASKS, Page, tenants_to_list
+from queries.listings import (
+    MOST_RESULT_BYTES,
+    NEWEST_TASKS,
+    WANTED_OF_ALL,
+    WANTED_OF_TENANT,
+    Page,
+)
 from queries.operations import ACT_FOR, Changed
 from queries.steps import END_RUNS, lock_runs
 from states import Status
@@ -270,7 +276,8 @@ FROM page JOIN tasks t USING (task_id)
 WHERE page.place <= %(limit)s
 ORDER BY t.task_id DESC
 """
-LIST_RUNS = NEWEST_TASKS + PAGE_OF_RUNS
+LIST_RUNS = WANTED_OF_TENANT + NEWEST_TASKS + PAGE_OF_RUNS
+LIST_RUNS_OF_ALL = WANTED_OF_ALL + NEWEST_TASKS + PAGE_OF_RUNS
 
 RUN_STATUSES = (Status.BLOCKED, Status.SUCCEEDED, Status.FAILED, Status.CANCELLED)
 
@@ -281,13 +288,13 @@ def list_runs(
     """The tenant's runs, newest first; with how many steps are in which status. None: all's."""
     stored = Status.BLOCKED if status == Status.RUNNING else status
     values = {
-        "tenants": tenants_to_list(conn, tenant),
+        "tenant": tenant,
         "kinds": [RUN],
         "statuses": [one.value for one in RUN_STATUSES if stored in (None, one)],
         "limit": limit,
         "before": before or LARGEST_ID,
     }
-    rows = fetch(conn, LIST_RUNS, values)
+    rows = fetch(conn, LIST_RUNS_OF_ALL if tenant is None else LIST_RUNS, values)
     return Page(rows, rows[-1]["task_id"] if rows and rows[-1]["has_more"] else None)
 
 
