@@ -49,8 +49,8 @@ FROM page JOIN tasks t USING (task_id)
 ORDER BY t.task_id DESC
 """
 
-# Where a list looks: kinds and statuses of one tenant; or of each tenant those that the figures know
-# it to have, or to have had.
+# Where a list looks: kinds and statuses of one tenant; or of each tenant those that the figures
+# know it to have, or to have had.
 WANTED_OF_TENANT = """
 WITH wanted AS (
     SELECT %(tenant)s::text AS tenant, asked_kind.kind, asked_status.status::task_status AS status
@@ -234,14 +234,11 @@ def list_transitions(conn: Connection, task_id: int, *, limit: int, after: int |
 
 
 # One row. A delayed task whose time has come is due, whether or not a worker has marked it so: only
-# these are counted, in the order of their index and with a limit that the planner cannot know, so
-# that it has no reason to read the table.
+# these are counted, apart from whose they are, so that only the index of what is delayed serves.
 READ_QUEUE = """
 WITH overdue AS MATERIALIZED (
     SELECT tenant FROM tasks
     WHERE status = 'PENDING' AND NOT due AND available_at <= (SELECT current_instant())
-    ORDER BY available_at
-    LIMIT (SELECT 9223372036854775807)
 ),
 late AS (
     SELECT count(*) AS tasks FROM overdue WHERE %(tenant)s::text IS NULL OR tenant = %(tenant)s

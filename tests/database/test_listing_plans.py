@@ -15,15 +15,16 @@ from states import Kind, Status
 from tests.conftest import administrator, fresh_database, settings_for
 
 LIMIT = 20
+SHORT = ("figures", "figure_changes")  # some rows for each tenant, and all of them are read
 
-# Finished tasks of one tenant among those of others; what one looks for is rare or old. Without
+# Finished tasks of one tenant among those of 500 others; what one looks for is rare or old. Without
 # the triggers, which are made for statements of a few hundred rows.
 FILL = """
 ALTER TABLE tasks DISABLE TRIGGER USER;
 INSERT INTO tasks (
     tenant, kind, payload, status, reason, due, result, last_error, finished_at,
     batch_id, idempotency_scope, idempotency_key, request_hash)
-SELECT CASE WHEN n % 4 = 0 THEN 'tenant-' || n % 20 ELSE 'default' END, 'prompt',
+SELECT CASE WHEN n % 4 = 0 THEN 'tenant-' || n % 2000 ELSE 'default' END, 'prompt',
        '{"prompt": "p"}', s.status::task_status, s.reason, s.status = 'PENDING',
        CASE s.status WHEN 'SUCCEEDED' THEN '{"text": "done"}'::jsonb END,
        CASE s.status WHEN 'FAILED' THEN 'it went wrong' END,
@@ -37,7 +38,11 @@ FROM generate_series(1, 80000) AS n CROSS JOIN LATERAL (VALUES
 ) AS s(status, reason);
 INSERT INTO tasks (kind, payload, status, due)
 SELECT 'approval', '{}', 'AWAITING_APPROVAL', false FROM generate_series(1, 30);
+INSERT INTO tasks (kind, payload, due, available_at)
+SELECT 'prompt', '{}', false, current_instant() + make_interval(mins => n * 7919 % 20000 - 10)
+FROM generate_series(1, 20000) AS n;
 ALTER TABLE tasks ENABLE TRIGGER USER;
+SELECT recount_figures();
 INSERT INTO audit_log (root_id, task_id, tenant, to_status, reason, attempt)
 SELECT task_id, task_id, tenant, status, reason, 1 FROM tasks CROSS JOIN generate_series(1, 3);
 """
@@ -76,7 +81,8 @@ def check_reads_little(conn: Connection, statement: str, values: dict[str, Any],
     for node in nodes(plan):
         if "Relation Name" in node or node["Node Type"].startswith("Bitmap Index"):
             # A table scan is right where there is nothing: in next month's partition.
-            assert node["Node Type"] != "Seq Scan" or not rows_touched(node), plan
+            is_short = node.get("Relation Name") in SHORT
+            assert node["Node Type"] != "Seq Scan" or not rows_touched(node) or is_short, plan
             assert rows_touched(node) <= most, node
         if node["Node Type"].endswith("Sort"):
             assert rows_touched(node) <= most, node
@@ -84,7 +90,6 @@ def check_reads_little(conn: Connection, statement: str, values: dict[str, Any],
 
 PAGE = {
     "tenant": "default",
-    "tenants": ["default"],
     "limit": LIMIT,
     "before": db.LARGEST_ID,
     "most_bytes": 2**20,
@@ -112,6 +117,33 @@ def test_a_page_of_tasks_reads_no_more_than_a_page_of_each_status(
     check_reads_little(filled, listings.LIST_TASKS, values, most)
 
 
+@pytest.mark.parametrize("before", [db.LARGEST_ID, 30_000, 400])
+@pytest.mark.parametrize(
+    "asked",
+    [{**ALL, "kinds": ["prompt"]}, *({**ALL, "statuses": [status]} for status in Status)],
+    ids=lambda asked: f"{len(asked['kinds'])} kinds {' '.join(asked['statuses'])}",
+)
+def test_a_page_of_all_tenants_reads_few_rows_of_each(
+    filled: Connection, asked: dict[str, Any], before: int
+) -> None:
+    """There are 500 tenants with something of each of two statuses: 20 rows of each are 20,000."""
+    values = {**PAGE, **asked, "before": before}
+    check_reads_little(filled, listings.LIST_TASKS_OF_ALL, values, 3000)
+
+
+@pytest.mark.parametrize("before", [db.LARGEST_ID, 30_000, 400])
+def test_a_page_of_everything_reads_a_page(filled: Connection, before: int) -> None:
+    check_reads_little(filled, listings.LIST_ALL_TASKS, {**PAGE, "before": before}, LIMIT + 1)
+
+
+@pytest.mark.parametrize("before", [db.LARGEST_ID, 400])
+def test_a_page_of_all_dead_letters_reads_few_rows_of_each_tenant(
+    filled: Connection, before: int
+) -> None:
+    values = {**PAGE, "before": before}
+    check_reads_little(filled, listings.LIST_DEAD_LETTERS_OF_ALL, values, 1000)
+
+
 @pytest.mark.parametrize("before", [db.LARGEST_ID, 400])
 def test_a_page_of_dead_letters_reads_a_page(filled: Connection, before: int) -> None:
     check_reads_little(filled, listings.LIST_DEAD_LETTERS, {**PAGE, "before": before}, LIMIT + 1)
@@ -123,8 +155,17 @@ def test_a_page_of_the_audit_reads_one_task(filled: Connection, after: int) -> N
     check_reads_little(filled, listings.LIST_TRANSITIONS, values, 3)
 
 
-def test_the_queue_is_counted_by_the_indexes_that_hold_nothing_else(filled: Connection) -> None:
-    check_reads_little(filled, listings.READ_QUEUE, {"tenant": None}, 600)
+@pytest.mark.parametrize("tenant", [None, "default"])
+def test_of_the_queue_only_what_became_due_unseen_is_counted(
+    filled: Connection, tenant: str | None
+) -> None:
+    """Ten of 20,000 delayed tasks; the figures of 501 tenants, of two kinds at most, are read."""
+    check_reads_little(filled, listings.READ_QUEUE, {"tenant": tenant}, 510)
+
+
+@pytest.mark.parametrize("tenant", [None, "default"])
+def test_the_metrics_read_figures_and_no_task(filled: Connection, tenant: str | None) -> None:
+    check_reads_little(filled, db.METRICS, {"tenant": tenant}, 510)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from queries import (
     checkpoints,
     claims,
     events,
+    figures,
     jobs,
     leases,
     listings,
@@ -77,7 +78,7 @@ SAMPLES: dict[str, Any] = {
     **dict.fromkeys(("tenant", "name", "worker", "after_tenant", "scope", "key", "prompt"), "x"),
     **dict.fromkeys(("days", "page_rows", "batch_rows"), 30),
     "budgets": "{}",
-    **{name: ["x"] for name in ("tenants", "kinds")},
+    "kinds": ["x"],
     "block": 1,
     **dict.fromkeys(("key_id", "path"), "x"),
     **dict.fromkeys(("secret_hash", "ticket_hash"), b"x"),
@@ -220,6 +221,10 @@ SELECT 3000000 + n, 'c-' || 1000 + step, 1, '{coder}', '{reviewer}', 'v1',
        jsonb_build_object('revisions', step, 'code', repeat('x', 200)), step, step
 FROM generate_series(1, 1000) AS n CROSS JOIN generate_series(1, 50) AS step;
 ALTER TABLE tasks ENABLE TRIGGER USER;
+SELECT recount_figures();
+INSERT INTO figure_changes (tenant, kind, due)
+SELECT 'tenant-' || n % 200, 'prompt', sign FROM generate_series(1, 500) AS n
+CROSS JOIN (VALUES (-1), (1)) AS change(sign);
 INSERT INTO audit_log (root_id, task_id, tenant, to_status, reason, attempt)
 SELECT task_id, task_id, tenant, status, reason, 1 FROM tasks CROSS JOIN generate_series(1, 2)
 WHERE task_id <= 50000;
@@ -325,9 +330,10 @@ def of_workers(leased: list[Row]) -> dict[str, Ask]:
 def of_the_api(here: events.Position) -> dict[str, Ask]:
     queued = {"tenant": "tenant-7", "kinds": list(Kind), "most": 20}
     shown = {"limit": 20, "present_seconds": 30, "most_bytes": 2**20}
-    listed = {**shown, "tenant": "tenant-7", "tenants": ["tenant-7"]}
+    listed = {**shown, "tenant": "tenant-7"}
     everything = {"statuses": list(Status), "kinds": list(Kind), "before": db.LARGEST_ID}
-    dead = {**shown, "tenants": ["tenant-0"], "before": db.LARGEST_ID}
+    failed = {**everything, "statuses": ["FAILED"]}
+    dead = {**shown, "tenant": "tenant-0", "before": db.LARGEST_ID}
     by_number = {**listed, "number": 4707, "name": None}
     by_name = {**listed, "number": None, "name": "name-4710", "tenant": "tenant-110"}
     batch = {"tenant": "tenant-1", "scope": "tasks", "key": "1"}
@@ -354,7 +360,12 @@ def of_the_api(here: events.Position) -> dict[str, Ask]:
         "older ones": (listings.LIST_TASKS, {**listed, **everything, "before": 30_000}, 800, 84),
         "dead letters": (listings.LIST_DEAD_LETTERS, dead, 400, 21),
         "what waits": (quotas.COUNT_QUEUED, queued, 120, 0),
-        "the tenants": (listings.TENANTS, {}, 1000, 0),
+        "the newest of all tenants": (listings.LIST_ALL_TASKS, {**listed, **everything}, 400, 84),
+        "of all tenants, by status": (listings.LIST_TASKS_OF_ALL, {**listed, **failed}, 500, 84),
+        "dead letters of all": (listings.LIST_DEAD_LETTERS_OF_ALL, dead, 500, 84),
+        "metrics": (db.METRICS, {"tenant": None}, 60, 0),
+        "the queue": (listings.READ_QUEUE, {"tenant": "tenant-7"}, 100, 0),
+        "fold": (figures.FOLD_FIGURES, {"page_rows": 1000}, 4000, 0),
         "audit": (listings.LIST_TRANSITIONS, {"task_id": 4711, "after": 0, "limit": 20}, 30, 2),
         "where the events are": (events.HERE, now, 30, 0),
         "no events": (events.READ_EVENTS, now, 30, 2),
@@ -368,7 +379,8 @@ def of_runs() -> dict[str, Ask]:
     references = [{"ordinal": n, "step": f"step-{n}", "path": []} for n in range(1, 5)]
     asked = {**one, "references": json.dumps(references), "most_bytes": 2**20}
     shown = {"number": A_RUN, "tenant": "tenant-7", "present_seconds": 30, "most_bytes": 2**20}
-    listed = {"kinds": ["run"], "statuses": ["BLOCKED"], "tenants": ["tenant-7"], "limit": 5}
+    listed = {"kinds": ["run"], "statuses": ["BLOCKED"], "tenant": "tenant-7", "limit": 5}
+    of_all = {**listed, "before": db.LARGEST_ID}
     audit = {"run_id": A_RUN, "after": 0, "limit": 20}
     return {
         "lock a run": (steps.LOCK_RUNS, one, 20, 1),
@@ -380,7 +392,8 @@ def of_runs() -> dict[str, Ask]:
         "read four outputs": (steps.READ_OUTPUTS, asked, 80, 4),
         "find a run": (runs.FIND_RUN, shown, 20, 1),
         "a run of 900 steps": (runs.GET_RUN, shown, 20_000, 2000),
-        "the newest runs": (runs.LIST_RUNS, {**listed, "before": db.LARGEST_ID}, 8000, 5600),
+        "the newest runs": (runs.LIST_RUNS, of_all, 8000, 5600),
+        "the newest runs of all": (runs.LIST_RUNS_OF_ALL, of_all, 8000, 5600),
         "the audit of a run": (runs.LIST_RUN_TRANSITIONS, audit, 60, 21),
         "ask a run to stop": (runs.CANCEL_RUN, one, 40, 0),
         "cancel 500 steps": (runs.CANCEL_STEPS, one, 20_000, 900),
@@ -479,7 +492,6 @@ def test_a_step_of_the_claim_from_tenant_to_tenant_reads_one_row_of_each_route(
 
 # What need not be fast, and why.
 NOT_HOT = {
-    "METRICS": "a figure over all tasks, read by people every few seconds",
     "SUBMIT_OWN_TASK": "one INSERT and one look by a unique key",
     "TAKE_TURN": "touches no table",
     "ACT_FOR": "touches no table",
@@ -494,7 +506,6 @@ NOT_HOT = {
     "FIND_LOST_JOBS": "once a day it reads the keys of all jobs",
     "DELETE_OLD_COUNTERS": "there are as many rows as tenants",
     "LIST_WORKERS": "there are as many rows as workers",
-    "READ_QUEUE": "counts: test_listing_plans.py",
     "READ_STATE": "once per process",
     "READ_VERSION": "once per process",
     "READ_OTHERS": "once per migration",
