@@ -390,7 +390,8 @@ total AS (
                'FAILED', sum(failed), 'CANCELLED', sum(cancelled)) AS by_status,
            coalesce(sum(retries), 0)::bigint AS retries,
            coalesce(sum(reclaimed), 0)::bigint AS reclaimed,
-           sum(microseconds) / nullif(sum(timed), 0) / 1000000 AS avg_duration_seconds,
+           sum(microseconds)::double precision / nullif(sum(timed) * 1000000, 0)
+               AS avg_duration_seconds,
            CASE WHEN sum(paid_local) > 0 THEN round(sum(cost_local), 8)::text END AS local,
            CASE WHEN sum(paid_cloud) > 0 THEN round(sum(cost_cloud), 8)::text END AS cloud
     FROM part
@@ -404,7 +405,7 @@ SELECT by_status.tasks AS by_status,
        coalesce(retries / by_status.all_tasks::double precision, 0) AS avg_retry,
        retries,
        reclaimed AS reclaimed_count,
-       avg_duration_seconds::double precision,
+       avg_duration_seconds,
        jsonb_strip_nulls(jsonb_build_object('local', local, 'cloud', cloud)) AS cost_by_route
 FROM total CROSS JOIN by_status
 """

@@ -25,8 +25,9 @@ import db
 from db import Connection, NewTask, Row
 from errors import KeyReused, StateConflict
 from queries import claims, leases, operations
+from queries.figures import fold_figures
 from queries.leases import ClaimedTask, Lease, Outcome
-from tests.support import model, rows
+from tests.support import counted, model, rows
 from tests.support.rows import LEASE_SECONDS, RETRY
 
 BASE = datetime(2026, 1, 1, tzinfo=UTC)
@@ -313,7 +314,16 @@ class QueueMachine(RuleBasedStateMachine):
         assert told == {task: row["reason"] for task, row in wanted.items()}
         self.check_became(wanted)
 
+    @rule(who=workers, page_rows=st.sampled_from([1, 3, 1000]))
+    def fold(self, who: int, page_rows: int) -> None:
+        fold_figures(self.workers[who], page_rows)
+        self.check_untouched()
+
     # --- what holds at every moment ------------------------------------------------------------
+
+    @invariant()
+    def the_figures_are_what_counting_gives(self) -> None:
+        counted.check_kept(self.user)
 
     @invariant()
     def every_promise_is_kept(self) -> None:

@@ -16,8 +16,9 @@ from config import Retry
 from db import Connection
 from errors import StateConflict
 from queries import claims, leases, operations, runs
+from queries.figures import fold_figures
 from queries.leases import ClaimedTask, Lease, Outcome
-from tests.support import proof, rows
+from tests.support import counted, proof, rows
 from tests.support.run_model import RUNS, Run
 from tests.support.runs import submit
 
@@ -208,7 +209,15 @@ class RunMachine(RuleBasedStateMachine):
         for lease in lost:
             self._end(lease, "reaped")
 
+    @rule(page_rows=st.sampled_from([1, 3, 1000]))
+    def fold(self, page_rows: int) -> None:
+        fold_figures(self.worker, page_rows)
+
     # --- what holds at every moment ------------------------------------------------------------
+
+    @invariant()
+    def the_figures_are_what_counting_gives(self) -> None:
+        counted.check_kept(self.user)
 
     @invariant()
     def every_row_is_as_the_model_has_it(self) -> None:
