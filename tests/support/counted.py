@@ -93,7 +93,8 @@ def by_group(rows: list[Row]) -> dict[tuple[str, str], Row]:
 
 def check_kept(conn: Connection) -> None:
     """Raise AssertionError unless what is kept is what counting gives."""
-    assert by_group(sql(conn, KEPT)) == by_group(sql(conn, COUNTED))
+    kept, is_so = by_group(sql(conn, KEPT)), by_group(sql(conn, COUNTED))
+    assert kept == is_so, f"{kept} is not {is_so}"
 
 
 def check(conn: Connection) -> None:
