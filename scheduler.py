@@ -54,6 +54,7 @@ from queries.workers import forget_worker, report_worker
 from worker.arguments import default_name, parse_arguments
 from worker.doorbell import Doorbell
 from worker.ending import end_now
+from worker.folding import Folding
 from worker.heartbeat import Heartbeat
 from worker.held import Held
 from worker.link import Link
@@ -129,6 +130,7 @@ class Worker:
         self._last_start = time.monotonic()
         self._next_reap = 0.0
         self._next_partitions = 0.0
+        self._folding = Folding()
         self._sleep_seconds = 0.0
 
     # --- going round -------------------------------------------------------------------------
@@ -158,6 +160,7 @@ class Worker:
             self.reap(conn)
             self.claim_and_start(conn)
             self._make_partitions(conn)
+            self._folding.fold(conn)
             self._link.ping_listener()
             until_reap = max(self._next_reap - time.monotonic(), 0)
             self._sleep_seconds = min(self._sleep_seconds, until_reap)

@@ -235,3 +235,11 @@ def test_two_workers_share_the_work_of_many_tenants_fairly(
     for row in claimed:
         of_worker[row["worker"]] += 1
     assert all(of_worker[worker.name] >= 20 for worker in workers), dict(of_worker)
+
+
+def test_a_worker_folds_the_figures(processes: Processes, queue: Queue) -> None:
+    (task_id,) = queue.submit("hello")
+    processes.worker()
+    queue.await_status(task_id, "SUCCEEDED")
+    folded = eventually(lambda: queue.ask("SELECT tenant, kind FROM figures"), what="a fold")
+    assert [dict(row) for row in folded] == [{"tenant": "default", "kind": "prompt"}]
