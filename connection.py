@@ -13,7 +13,7 @@ import select
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import psycopg2
 import psycopg2.errors
@@ -29,7 +29,7 @@ class Cursor(psycopg2.extensions.cursor):
     """Its rows are dicts, made at a fraction of what those of psycopg2's RealDictCursor cost."""
 
     def execute(self, query: Any, values: Any = None) -> None:
-        conn: Connection = self.connection
+        conn = cast("Connection", self.connection)
         before, conn.before = conn.before, ""
         super().execute(before + query if before else query, values)
 
