@@ -13,18 +13,29 @@ import select
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import psycopg2
 import psycopg2.errors
 import psycopg2.extensions
-import psycopg2.extras
 
 from config import DatabaseSettings
 from errors import DatabaseUnavailable
 
 Row = dict[str, Any]
-Cursor = psycopg2.extras.RealDictCursor  # its rows are dicts
+
+
+class Cursor(psycopg2.extensions.cursor):
+    """Its rows are dicts, made at a fraction of what those of psycopg2's RealDictCursor cost."""
+
+    def execute(self, query: Any, values: Any = None) -> None:
+        conn = cast("Connection", self.connection)
+        before, conn.before = conn.before, ""
+        super().execute(before + query if before else query, values)
+
+    def fetchall(self) -> list[Row]:  # type: ignore[override]
+        names = [column.name for column in self.description or ()]
+        return [dict(zip(names, row, strict=True)) for row in super().fetchall()]
 
 
 class Connection(psycopg2.extensions.connection):
@@ -32,6 +43,7 @@ class Connection(psycopg2.extensions.connection):
 
     reply_timeout_seconds: float = 30.0
     lock_timeout_seconds: float = 5.0
+    before = ""  # goes in front of the next statement, in the same message
 
 
 # The shortest limit that a connection can have; in between, only a reply or a signal wakes.
@@ -142,21 +154,27 @@ def fetch(conn: Connection, statement: str, values: Mapping[str, Any] | None = N
     with unavailable_in_plain_words(), _cursor(conn) as cursor:
         # Several statements in one message are one implicit transaction.
         cursor.execute(_limits(conn) + statement, values or {})
-        return [dict(row) for row in cursor] if cursor.description else []
+        return cursor.fetchall() if cursor.description else []
 
 
 @contextmanager
 def transaction(conn: Connection, mode: str = "") -> Iterator[Cursor]:
-    """BEGIN with that mode; the block; COMMIT, or ROLLBACK if the block raises."""
+    """BEGIN with that mode; the block; COMMIT, or ROLLBACK if the block raises.
+
+    It begins with the block's first statement, in the same message: one wait less.
+    """
     with unavailable_in_plain_words(), _cursor(conn) as cursor:
-        cursor.execute(f"BEGIN {mode};" + _limits(conn))
+        conn.before = f"BEGIN {mode};" + _limits(conn)
         try:
             yield cursor
         except BaseException:
-            if not conn.closed:
+            if not conn.closed and not conn.before:
                 cursor.execute("ROLLBACK")
+            conn.before = ""
             raise
-        cursor.execute("COMMIT")
+        if not conn.before:
+            cursor.execute("COMMIT")
+        conn.before = ""
 
 
 def _cursor(conn: Connection) -> Cursor:

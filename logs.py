@@ -12,24 +12,49 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 
 FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 
 
 def set_up_logs() -> None:
     """Send the records of this process to standard error, from INFO up."""
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=FORMAT, force=True)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineByLine(FORMAT))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 def say(logger: logging.Logger, level: int, sentence: str, action: str, **fields: object) -> None:
     """Log `sentence` with its fields; a field that is None is left out."""
-    named = {"action": action, **fields}
-    pairs = " ".join(f"{key}={_value(value)}" for key, value in named.items() if value is not None)
-    logger.log(level, "%s %s", sentence, pairs)
+    logger.log(level, "%s", line(sentence, action, **fields))
+
+
+def line(sentence: str, action: str, **fields: object) -> str:
+    """`sentence` with its fields, as `say` logs it."""
+    pairs = " ".join(f"{key}={_value(value)}" for key, value in fields.items() if value is not None)
+    return f"{sentence} action={action} {pairs}".rstrip()
+
+
+def say_all(logger: logging.Logger, level: int, lines: Sequence[str]) -> None:
+    """Log many lines at once: one record, one write, and each line looks as if it were alone."""
+    if lines:
+        logger.log(level, "%s", "\n".join(lines), extra={"is_many_lines": True})
+
+
+class LineByLine(logging.Formatter):
+    """Puts time and level in front of each line of what `say_all` logs."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if not getattr(record, "is_many_lines", False):
+            return text
+        return text.replace("\n", "\n" + text.removesuffix(record.getMessage()))
 
 
 def _value(value: object) -> str:
     """One word stays as it is; a text is quoted, and can add no line and no field of its own."""
+    if type(value) is int:
+        return str(value)
     text = f"{value:g}" if isinstance(value, float) else str(value)
     return text if text and text.isprintable() and " " not in text else repr(text)

@@ -1,8 +1,7 @@
 """One worker process: python scheduler.py [--concurrency N] [--drain] [--name NAME]
 
-The main thread owns the database connection that claims and settles, and goes round:
+The main thread goes round:
 
-    settle   write what has come of the tasks that ended, fenced by their lease tokens
     reap     every few seconds, take back tasks whose lease ran out, of any worker
     claim    lease as many due tasks as slots are free
     route    decide for each: local or cloud
@@ -10,9 +9,10 @@ The main thread owns the database connection that claims and settles, and goes r
              each agent job in another
 
 and then sleeps until a slot is free, a notification comes, something becomes due, or the poll is
-due: the poll is the truth, a notification only shortens the wait. The heartbeat thread has a
-connection of its own; it renews all leases of the process in one statement, begins before the
-first claim and ends after the last write.
+due: the poll is the truth, a notification only shortens the wait. Two threads stand beside it, each
+with a connection of its own. The settler writes what has come of the tasks that ended, fenced by
+their lease tokens. The heartbeat renews all leases of the process in one statement; it begins
+before the first claim and ends after the last write.
 
 SIGTERM or SIGINT: stop claiming, let running tasks end for `worker.grace_seconds` (an agent job
 ends at its next node boundary, for another worker to go on with), hand the rest back, exit 0. A
@@ -45,10 +45,10 @@ import db
 from config import ConfigError, Routing, Settings, current_config, load_config
 from errors import DatabaseUnavailable, SchemaOutdated
 from execution.routes import Routes
-from execution.runner import Finished, Runner
+from execution.runner import Runner
 from logs import say, set_up_logs
 from queries import claims, leases
-from queries.leases import ClaimedTask, Lease, Outcome, Settled
+from queries.leases import ClaimedTask, Outcome, Settled
 from queries.schema import ensure_audit_partitions
 from queries.workers import forget_worker, report_worker
 from worker.arguments import default_name, parse_arguments
@@ -61,7 +61,7 @@ from worker.link import Link
 from worker.messages import with_message
 from worker.outputs import GIVEN_BACK_SECONDS, with_outputs
 from worker.sentences import log_claimed, log_lost, log_settled
-from worker.settling import batch_to_settle, settle_batch
+from worker.settler import Settler
 from worker.suspects import SuspectProcess
 from worker.tokens import Source, TokenSender, Unsent
 
@@ -71,6 +71,7 @@ logger = logging.getLogger("scheduler")
 # process do not all meet again in the next.
 REAPED_SPREAD = 0.1
 FULL_ROUTE_POLL_SECONDS = 0.5
+LARGEST_CLAIM = 250  # more would keep the first of them waiting for the last
 OVERDUE_SECONDS = 0.5
 CONTENDED_SECONDS = 0.05  # the first pause after a claim that others were faster at
 SUSPECT_IDLE_SECONDS = 3.0
@@ -114,16 +115,23 @@ class Worker:
         self.runner = Runner(
             settings,
             self.routes,
-            self._doorbell.ring,
+            self._tell_settler,
             self._pass_on,
             self._report_soon,
             self._tell_of_node,
         )
+        self._settler = Settler(
+            settings,
+            name,
+            self.held,
+            self.runner.take_finished,
+            self._tokens.flush,  # what a task has said is heard before its end
+            self._doorbell.ring,
+        )
         self._heartbeat = Heartbeat(settings, name, self.held, self.runner.stop, self._report)
-        self._link = Link(settings, name, on_first_open=self._heartbeat.begin)
+        self._link = Link(settings, name, on_first_open=self._begin_to_hold)
         self.stop_signals = 0
         self._suspects = SuspectProcess(name, settings.worker)
-        self._unsettled: list[Finished] = []
         # Workers that are woken together begin at different tenants.
         self._last_tenant = random.choice(string.ascii_lowercase)
         self._contended = 0
@@ -147,16 +155,16 @@ class Worker:
             # First the work, then the heartbeat: a lease is renewed until its last write.
             self._suspects.end(lambda: self.stop_signals)
             self.runner.close()
+            self._settler.end()
             self._heartbeat.end()
             self._say_goodbye()
             self._link.close()
 
     def run_once(self) -> None:
-        """Settle, reap, claim, route, start; when Postgres is away, keep all and come back."""
+        """Reap, claim, route, start; when Postgres is away, come back."""
         self._sleep_seconds = self._jittered(self.settings.worker.poll_seconds)
         try:
             conn = self._link.open()
-            self.settle(conn)
             self.reap(conn)
             self.claim_and_start(conn)
             self._make_partitions(conn)
@@ -175,34 +183,13 @@ class Worker:
             self._link.close()
             self._sleep_seconds = 1.0
 
-    def settle(self, conn: db.Connection) -> None:
-        """Write every outcome there is; what cannot be written now is kept for the next round."""
-        if finished := self.runner.take_finished():
-            self._unsettled += finished
-            self._tokens.flush()  # watchers hear what a task has said before they hear of its end
-        held_up = 0  # the first of them: somebody holds their rows
-        while batch := batch_to_settle(self._unsettled[held_up:]):
-            self.held.begin_settling(lease for lease, _ in batch)
-            settled, again = settle_batch(conn, batch, self.settings.retry)
-            self._unsettled[held_up : held_up + len(batch)] = again
-            held_up += len(again)
-            written = {Lease(one.task_id, one.token): one for one in settled}
-            waiting = {lease for lease, _ in again}
-            for lease, _ in batch:
-                if lease in written:
-                    log_settled(written[lease], self.name)
-                if lease in waiting:
-                    self._sleep_seconds = min(self._sleep_seconds, CONTENDED_SECONDS)
-                elif self.held.drop_settled(lease) and lease not in written:
-                    log_lost(lease, self.name)
-
     def reap(self, conn: db.Connection) -> None:
         """Take back expired leases, page by page, when it is time for that."""
         if time.monotonic() < self._next_reap:
             return
         self._next_reap = time.monotonic() + self._jittered(self.settings.worker.reap_seconds)
-        for reaped in self._reap_all(conn):
-            log_settled(reaped, self.name)
+        for page in self._reap_all(conn):
+            log_settled(page, self.name)
 
     def _make_partitions(self, conn: db.Connection) -> None:
         """Now and then; if somebody holds the audit log, the next time will do."""
@@ -214,18 +201,18 @@ class Worker:
         except (DatabaseUnavailable, psycopg2.Error) as failed:
             logger.warning("The audit log's next partitions are not made yet: %s", failed)
 
-    def _reap_all(self, conn: db.Connection) -> Iterator[Settled]:
+    def _reap_all(self, conn: db.Connection) -> Iterator[list[Settled]]:
         """Page by page; a row that Postgres refuses to change is left out, and said loudly."""
         spread, after = REAPED_SPREAD * self.settings.worker.lease_seconds, 0
         try:
             while page := leases.reap_tasks(conn, self.settings.retry, spread, after):
                 after = max(reaped.task_id for reaped in page)
-                yield from page
+                yield page
         except psycopg2.Error:
             logger.exception("Expired leases cannot be taken back together; trying one by one")
             for task_id in leases.expired_tasks(conn, after):
                 try:
-                    yield from leases.reap_tasks(conn, self.settings.retry, spread, only=task_id)
+                    yield leases.reap_tasks(conn, self.settings.retry, spread, only=task_id)
                 except psycopg2.Error:
                     logger.exception("The lease of task %s cannot be taken back", task_id)
 
@@ -235,8 +222,9 @@ class Worker:
         A claim shares its slots between tenants; what one tenant leaves, the next claim fills.
         """
         while (free := self.concurrency - len(self.held)) > 0 and not self.stop_signals:
-            claim = self._claim(conn, free)
+            claim = self._claim(conn, min(free, LARGEST_CLAIM))
             self._last_tenant = claim.last_tenant or ""
+            log_claimed(claim.tasks, self.name)
             for task, route in claim.tasks:
                 self._start(conn, task, route)
             if (next_due := claim.look.next_due_seconds) is not None:
@@ -260,6 +248,11 @@ class Worker:
             self._sleep_seconds = min(self._sleep_seconds, pause)
             self._contended += 1
 
+    def _begin_to_hold(self) -> None:
+        """Before the first claim: what keeps leases alive and writes what comes of them."""
+        self._settler.begin()
+        self._heartbeat.begin()
+
     def _claim(self, conn: db.Connection, free: int) -> claims.Claim:
         lease_seconds = self.settings.worker.lease_seconds
         if self.alone:
@@ -279,7 +272,6 @@ class Worker:
 
     def _start(self, conn: db.Connection, task: ClaimedTask, route: str | None) -> None:
         self._last_start = time.monotonic()
-        log_claimed(task, route, self.name)
         if route is None and task.requested_route != "none":
             # Its route closed, or filled up, between the look and the claim.
             ready: ClaimedTask | Outcome = Outcome("released", delay_seconds=GIVEN_BACK_SECONDS)
@@ -288,8 +280,7 @@ class Worker:
         else:
             ready = with_outputs(conn, task)
         if isinstance(ready, Outcome):
-            self._unsettled.append((task.lease, ready))
-            self._sleep_seconds = 0.0
+            self.runner.end(task.lease, ready)
         else:
             self.runner.start(ready, route)
 
@@ -299,7 +290,12 @@ class Worker:
         """Told to stop, for the so-manieth time; called from a signal handler."""
         self.stop_signals = signals
         self._link.hurry()
+        self._settler.hurry()
         self._doorbell.ring()
+
+    def _tell_settler(self) -> None:
+        """Something has ended."""
+        self._settler.ring()
 
     def _sleep(self) -> None:
         """Until a ring, a notification, or the end of the time that run_once allowed."""
@@ -344,24 +340,14 @@ class Worker:
                     self.runner.stop(lease)
             elif overdue and time.monotonic() >= deadline:
                 return  # nobody to write to: the leases run out and another worker takes over
-            self._settle_or_wait()
-
-    def _settle_or_wait(self) -> None:
-        try:
-            self.settle(self._link.open())
             self._sleep_seconds = 0.5
-        except (DatabaseUnavailable, psycopg2.Error) as away:
-            say(logger, logging.WARNING, f"Cannot settle now: {away}.", "database_away")
-            self._link.close()
-            self._sleep_seconds = 0.2
-        if len(self.held):
             self._sleep()
 
     def _is_drained(self) -> bool:
         """Whether nothing is left to do; for a suspect's process, nothing that it may do."""
         try:
             if self.alone:
-                return not len(self.held) and not self._unsettled and self._has_idled()
+                return not len(self.held) and self._has_idled()
             return not len(self.held) and not leases.has_work(self._link.open())
         except (DatabaseUnavailable, psycopg2.Error):
             return False
@@ -374,6 +360,7 @@ class Worker:
     def _report_soon(self) -> None:
         """A route has opened or paused, on the runner's thread."""
         self._heartbeat.nudge()
+        self._doorbell.ring()
 
     def _report(self, conn: db.Connection) -> None:
         """Say that this worker lives; called by the heartbeat, on its connection."""

@@ -214,6 +214,9 @@ class WhateverIsDue:
     def open_requests(self) -> list[str]:
         return ["auto"]
 
+    def wanted_at_any_depth(self) -> list[Wanted] | None:
+        return [Wanted("auto", "all")]
+
     def wanted(self, look: Look) -> tuple[list[Wanted], dict[str, int | None]]:
         return [Wanted("auto", "all")], {}
 

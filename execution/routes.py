@@ -92,6 +92,14 @@ class Routes:
         budgets["rest"] = max(0, self._rest(look))
         return wanted, budgets
 
+    def wanted_at_any_depth(self) -> list[Wanted] | None:
+        """As `wanted`, where neither calls in flight nor how many are due make a difference."""
+        open_routes = [name for name in ROUTES if self._is_open(name)]
+        if self.has_limits or (len(open_routes) == 1 and not self._routing.fallback):
+            return None
+        self._left = {name: None if name in open_routes else 0 for name in ROUTES}
+        return [Wanted(name, name) for name in self.open_requests()]
+
     def open_requests(self) -> list[str]:
         """The requested routes of which some tasks can run now, as far as servers go."""
         open_routes = [name for name in ROUTES if self._is_open(name)]

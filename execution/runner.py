@@ -11,7 +11,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
@@ -45,7 +45,7 @@ class Runner:
     Tells `routes` what it learns of the servers behind them, and probes those that are away.
     `on_piece` is told each piece of an answer, with the node of a job that asked for it, `on_node`
     what starts and finishes in a job, `on_route` that a route has opened or paused; `on_finished`
-    is called from the loop's thread each time there is something to take, or a route has opened.
+    is called each time there is something to take.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class Runner:
         self._on_piece = on_piece
         self._on_route = on_route
         self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
+        self._to_begin: deque[tuple[ClaimedTask, str | None]] = deque()
         self._running: dict[Lease, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._go_round, name="runner", daemon=True)
@@ -94,7 +95,14 @@ class Runner:
 
     def start(self, task: ClaimedTask, route: str | None) -> None:
         """Begin `task`; its outcome will be among the finished."""
-        self._loop.call_soon_threadsafe(self._begin, task, route)
+        self._to_begin.append((task, route))
+        if len(self._to_begin) == 1:  # of many that are started together, the first wakes the loop
+            self._loop.call_soon_threadsafe(self._begin_all)
+
+    def end(self, lease: Lease, outcome: Outcome) -> None:
+        """Count a task that could not begin among the finished."""
+        self._finished.put((lease, outcome))
+        self._on_finished()
 
     def stop(self, lease: Lease) -> None:
         """Cancel the work of this lease, if it still runs; it ends with verdict released."""
@@ -125,8 +133,17 @@ class Runner:
                 logger.exception("Something tried to end the runner")
         self._loop.close()
 
-    def _begin(self, task: ClaimedTask, route: str | None) -> None:
-        self._running[task.lease] = self._loop.create_task(self._run(task, route))
+    def _begin_all(self) -> None:
+        """Begin what waits; what takes no time has ended then."""
+        while self._to_begin:
+            task, route = self._to_begin[0]
+            if task.kind == "tool" and (outcome := self._tools.run_at_once(task)) is not None:
+                self._finished.put((task.lease, outcome))
+            else:
+                self._running[task.lease] = self._loop.create_task(self._run(task, route))
+            self._to_begin.popleft()
+        if not self._finished.empty():
+            self._on_finished()
 
     def _cancel(self, lease: Lease) -> None:
         if (running := self._running.get(lease)) is not None:
@@ -256,7 +273,6 @@ class Runner:
         self._routes.open(route)
         say(logger, logging.INFO, f"Route {route} is open.", "route_open", route=route)
         self._on_route()
-        self._on_finished()
 
     async def _close(self) -> None:
         running = [*self._running.values(), *self._probes.values()]

@@ -12,6 +12,7 @@ from config import Settings
 from execution.errors import Failure, Permanent
 from execution.text import error_text, shortened, words_of_error
 from execution.tools.context import PermanentError, ToolContext
+from execution.tools.functions import MOST_AT_ONCE, FunctionTool
 from execution.tools.registry import Registry, Tool
 from execution.tools.threads import in_thread
 from queries.leases import ClaimedTask, Outcome
@@ -29,13 +30,27 @@ class ToolCalls:
         self._registry = Registry(settings)
         self._left_behind: set[asyncio.Task[Any]] = set()  # asyncio holds tasks by weak references
 
+    def run_at_once(self, task: ClaimedTask) -> Outcome | None:
+        """The outcome of a call that takes no time; None: it has to be made by `run`."""
+        tool, args = self._registry.find(str(task.payload.get("tool"))), task.payload.get("args")
+        if not isinstance(tool, FunctionTool) or not isinstance(args, Mapping):
+            return None
+        if not tool.takes_no_time(args):
+            return None
+        try:
+            if task.run_id is not None:
+                args = fill(args, task.outputs, MOST_AT_ONCE)
+            return Outcome("succeeded", result=tool.call_at_once(args, self._context(task)))
+        except Exception:  # whatever is wrong, the way that all calls go will tell it
+            return None
+
     async def run(self, task: ClaimedTask) -> Outcome:
         """Call the tool of a task; raises the errors of execution/errors.py.
 
         When this is cancelled it ends at once: the tool is told, and nobody waits until it listens.
         """
         tool, args = await self._read(task)
-        context = ToolContext(_key_of(task), task.attempt, task.task_id, self._settings)
+        context = self._context(task)
         # A task of its own: whatever the tool cancels or is cancelled by, it is not us.
         calling = asyncio.create_task(_call(tool, args, context))
         try:
@@ -55,6 +70,9 @@ class ToolCalls:
 
     async def close(self) -> None:
         await self._registry.close()
+
+    def _context(self, task: ClaimedTask) -> ToolContext:
+        return ToolContext(_key_of(task), task.attempt, task.task_id, self._settings)
 
     async def _read(self, task: ClaimedTask) -> tuple[Tool, Mapping[str, Any]]:
         name, args = task.payload.get("tool"), task.payload.get("args")

@@ -49,6 +49,9 @@ class ClaimPolicy(Protocol):
     def open_requests(self) -> list[str]:
         """The requested routes of which some tasks can run now."""
 
+    def wanted_at_any_depth(self) -> list[Wanted] | None:
+        """What to take, if that is the same whatever a look would find, and unlimited; or None."""
+
     def wanted(self, look: Look) -> tuple[list[Wanted], dict[str, int | None]]:
         """What to take, and how much at most of each budget (None: no limit)."""
 
@@ -77,6 +80,27 @@ WHERE task_id IN (
     ORDER BY available_at
     LIMIT %(sweep_limit)s
     FOR NO KEY UPDATE SKIP LOCKED);
+"""
+
+# What a claim has to know first. `depth` is counted only as far as it matters. Each order is that
+# of the index to be used: without it the planner, where it expects many such rows, reads the
+# table from its beginning until it meets one, past all that is finished.
+LOOK = """
+SELECT
+    (SELECT count(*) FROM (
+        SELECT FROM tasks WHERE due AND NOT alone
+        ORDER BY requested_route, tenant, priority DESC, task_id
+        LIMIT %(depth_limit)s) AS d) AS depth,
+    (SELECT task_id FROM tasks
+     WHERE due AND alone AND requested_route = ANY(%(open_requests)s)
+     ORDER BY task_id LIMIT 1) IS NOT NULL AS has_suspect,
+    (SELECT extract(epoch FROM min(available_at) - current_instant())::double precision
+     FROM tasks WHERE status = 'PENDING' AND NOT due) AS next_due_seconds,
+    CASE WHEN %(count_in_flight)s THEN
+        (SELECT jsonb_object_agg(route, calls) FROM (
+            SELECT route, count(*) AS calls FROM tasks
+            WHERE status = 'RUNNING' AND route IS NOT NULL GROUP BY route) AS running)
+    END AS in_flight
 """
 
 # The first half of a claim: which rows. Fair between tenants: each of those that have something
@@ -161,44 +185,25 @@ claimed AS (
         lease_expires_at = current_instant() + make_interval(secs => %(lease_seconds)s),
         worker = %(worker)s, started_at = current_instant(), updated_at = current_instant(),
         attempt = attempt + 1, delivery_count = delivery_count + 1
-    FROM chosen
-    WHERE t.task_id = chosen.task_id AND t.status = 'PENDING' AND t.due
+    WHERE t.task_id = ANY(ARRAY(SELECT task_id FROM chosen)) AND t.status = 'PENDING' AND t.due
     RETURNING t.task_id, t.parent_id AS run_id, t.step, t.lease_token::text, t.priority,
               t.tenant, t.kind, t.payload, t.gate, t.requested_route, t.timeout_seconds, t.attempt,
               t.delivery_count, t.retry_count
 )
 SELECT
-    coalesce((SELECT jsonb_agg(to_jsonb(claimed) ORDER BY priority DESC, task_id) FROM claimed),
-             '[]') AS tasks,
+    (SELECT json_agg(claimed ORDER BY priority DESC, task_id) FROM claimed) AS tasks,
     (SELECT tenant FROM visited ORDER BY place DESC LIMIT 1) AS last_tenant
 """
 
 CLAIM_TASKS = CHOOSE_TASKS + LEASE_CHOSEN
+# Both in one message, where what to take does not depend on the look.
+LOOK_AND_CLAIM = CLAIM_TASKS + ", look.* FROM (" + LOOK + ") AS look"
+LOOK_COLUMNS = ("depth", "has_suspect", "next_due_seconds")
+NOTHING: Row = {"tasks": None, "last_tenant": None}
 CLAIM_ALONE = FIND_SUSPECT + LOCK_SUSPECT + LEASE_CHOSEN
 
 # With a limit on calls in flight, claims take turns, so that two cannot both take the last place.
 TAKE_TURN = "SELECT pg_advisory_xact_lock(hashtext('orchestrator claim'));"
-
-# What a claim has to know first. `depth` is counted only as far as it matters. Each order is that
-# of the index to be used: without it the planner, where it expects many such rows, reads the
-# table from its beginning until it meets one, past all that is finished.
-LOOK = """
-SELECT
-    (SELECT count(*) FROM (
-        SELECT FROM tasks WHERE due AND NOT alone
-        ORDER BY requested_route, tenant, priority DESC, task_id
-        LIMIT %(depth_limit)s) AS d) AS depth,
-    (SELECT task_id FROM tasks
-     WHERE due AND alone AND requested_route = ANY(%(open_requests)s)
-     ORDER BY task_id LIMIT 1) IS NOT NULL AS has_suspect,
-    (SELECT extract(epoch FROM min(available_at) - current_instant())::double precision
-     FROM tasks WHERE status = 'PENDING' AND NOT due) AS next_due_seconds,
-    CASE WHEN %(count_in_flight)s THEN
-        (SELECT jsonb_object_agg(route, calls) FROM (
-            SELECT route, count(*) AS calls FROM tasks
-            WHERE status = 'RUNNING' AND route IS NOT NULL GROUP BY route) AS running)
-    END AS in_flight
-"""
 
 # The route was decided for tasks claimed a moment ago, in the same transaction.
 SET_ROUTES = """
@@ -220,71 +225,76 @@ def claim_tasks(
 
     `after_tenant` is the last tenant of the claim before.
     """
+    values = {
+        "worker": worker,
+        "slots": slots,
+        "lease_seconds": lease_seconds,
+        "after_tenant": after_tenant,
+    }
     with transaction(conn) as cursor:
-        look = _look(cursor, slots, policy)
-        wanted, budgets = policy.wanted(look)
+        if (wanted := policy.wanted_at_any_depth()) is not None:
+            values |= {**_wanted(wanted, {}), **_asked(slots, policy)}
+            row = _ask(cursor, MARK_DUE + LOOK_AND_CLAIM, values)
+            look = Look(slots=slots, in_flight={}, **{name: row[name] for name in LOOK_COLUMNS})
+        else:
+            look = _look(cursor, slots, policy)
+            wanted, budgets = policy.wanted(look)
+            row = NOTHING
+            if look.depth and wanted:
+                row = _ask(cursor, CLAIM_TASKS, {**values, **_wanted(wanted, budgets)})
         has_suspect = look.has_suspect and _has_suspect(cursor, wanted)
-        if not look.depth or not wanted:
-            return Claim([], look, has_suspect)
-        values = {
-            "worker": worker,
-            "slots": slots,
-            "lease_seconds": lease_seconds,
-            "after_tenant": after_tenant,
-            "wanted": json.dumps([vars(one) for one in wanted]),
-            "budgets": json.dumps(budgets),
-        }
-        claim = _claim(cursor, CLAIM_TASKS, values, look, policy)
+        # The batch itself is no depth for its own decisions.
+        claim = _routed(cursor, row, look, policy, look.depth - len(row["tasks"] or []))
         return replace(claim, has_suspect=has_suspect)
-
-
-def _has_suspect(cursor: Cursor, wanted: Sequence[Wanted]) -> bool:
-    cursor.execute(HAS_SUSPECT, {"wanted": json.dumps([vars(one) for one in wanted])})
-    return bool(cursor.fetchall()[0]["has_suspect"])
 
 
 def claim_alone(conn: Connection, worker: str, lease_seconds: float, policy: ClaimPolicy) -> Claim:
     """Lease the next suspect, for a process that runs nothing else meanwhile."""
     with transaction(conn) as cursor:
         look = _look(cursor, 1, policy)
-        wanted, _ = policy.wanted(look)
-        values = {
-            "worker": worker,
-            "lease_seconds": lease_seconds,
-            "wanted": json.dumps([vars(one) for one in wanted]),
-        }
-        return _claim(cursor, CLAIM_ALONE, values, look, policy, look.depth)
+        wanted, budgets = policy.wanted(look)
+        values = {"worker": worker, "lease_seconds": lease_seconds, **_wanted(wanted, budgets)}
+        row = _ask(cursor, CLAIM_ALONE, values)
+        return _routed(cursor, row, look, policy, look.depth)
+
+
+def _ask(cursor: Cursor, statement: str, values: Row) -> Row:
+    cursor.execute(statement, values)
+    (row,) = cursor.fetchall()
+    return row
+
+
+def _wanted(wanted: Sequence[Wanted], budgets: Mapping[str, int | None]) -> Row:
+    return {
+        "wanted": json.dumps([vars(one) for one in wanted]),
+        "budgets": json.dumps(budgets),
+    }
+
+
+def _asked(slots: int, policy: ClaimPolicy) -> Row:
+    """What LOOK takes."""
+    return {
+        "sweep_limit": 1000,
+        "depth_limit": policy.depth_that_matters + slots + 1,
+        "count_in_flight": policy.has_limits,
+        "open_requests": policy.open_requests(),
+    }
 
 
 def _look(cursor: Cursor, slots: int, policy: ClaimPolicy) -> Look:
-    statement = (TAKE_TURN if policy.has_limits else "") + MARK_DUE + LOOK
-    cursor.execute(
-        statement,
-        {
-            "sweep_limit": 1000,
-            "depth_limit": policy.depth_that_matters + slots + 1,
-            "count_in_flight": policy.has_limits,
-            "open_requests": policy.open_requests(),
-        },
-    )
-    (row,) = cursor.fetchall()
+    turn = TAKE_TURN if policy.has_limits else ""
+    row = _ask(cursor, turn + MARK_DUE + LOOK, _asked(slots, policy))
     return Look(**{**row, "slots": slots, "in_flight": row["in_flight"] or {}})
 
 
-def _claim(
-    cursor: Cursor,
-    statement: str,
-    values: Row,
-    look: Look,
-    policy: ClaimPolicy,
-    depth: int | None = None,
-) -> Claim:
-    """Lease what `statement` chooses and note its routes; `depth` is that besides the batch."""
-    cursor.execute(statement, values)
-    (row,) = cursor.fetchall()
-    tasks = [_claimed(task) for task in row["tasks"]]
-    # The batch itself is no depth for its own decisions.
-    routes = policy.choose(tasks, max(0, look.depth - len(tasks)) if depth is None else depth)
+def _has_suspect(cursor: Cursor, wanted: Sequence[Wanted]) -> bool:
+    return bool(_ask(cursor, HAS_SUSPECT, _wanted(wanted, {}))["has_suspect"])
+
+
+def _routed(cursor: Cursor, row: Row, look: Look, policy: ClaimPolicy, depth: int) -> Claim:
+    """What was leased, with the routes that are noted now; `depth` is that besides the batch."""
+    tasks = [_claimed(task) for task in row["tasks"] or []]
+    routes = policy.choose(tasks, max(0, depth))
     chosen = [
         {**vars(task.lease), "route": route}
         for task, route in zip(tasks, routes, strict=True)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import psycopg2.extras
-
 from config import ROOT
-from connection import Connection, fetch, impatient, transaction
+from connection import Connection, Cursor, fetch, impatient, transaction
 from errors import SchemaOutdated, StateConflict
 
 SCHEMA = ROOT / "schema.sql"
@@ -122,7 +120,7 @@ def _read_version(conn: Connection) -> int | None:
     return int(fetch(conn, READ_VERSION)[0]["version"])
 
 
-def _version(cursor: psycopg2.extras.RealDictCursor) -> int:
+def _version(cursor: Cursor) -> int:
     cursor.execute(READ_VERSION)
     (row,) = cursor.fetchall()
     return int(row["version"])

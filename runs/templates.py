@@ -27,7 +27,7 @@ TEMPLATE = re.compile(
       |
         (?P<step> (?: (?:llm_call|tool_call|agent_call|approval)\. )? [A-Za-z0-9_-]{1,64} )
         \.output
-        (?P<path> (?: \.[A-Za-z0-9_-]++ )*+ )
+        (?P<path> (?: \.[A-Za-z0-9_-]++ )* )
     )
     [ \t\r\n]*+ \}\}
     """,

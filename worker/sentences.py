@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
-from logs import say
+from logs import line, say, say_all
 from queries.leases import ClaimedTask, Lease, Settled
 
 logger = logging.getLogger("scheduler")
@@ -25,35 +26,43 @@ SENTENCES = {
 }
 
 
-def log_claimed(task: ClaimedTask, route: str | None, worker: str) -> None:
-    say(
-        logger,
-        logging.INFO,
-        f"Claimed task {task.task_id}.",
-        "claimed",
-        task_id=task.task_id,
-        worker=worker,
-        attempt=task.attempt,
-        delivery_count=task.delivery_count,
-        route=route,
-    )
+def log_claimed(tasks: Iterable[tuple[ClaimedTask, str | None]], worker: str) -> None:
+    """A line for each task, with its route."""
+    lines = [
+        line(
+            f"Claimed task {task.task_id}.",
+            "claimed",
+            task_id=task.task_id,
+            worker=worker,
+            attempt=task.attempt,
+            delivery_count=task.delivery_count,
+            route=route,
+        )
+        for task, route in tasks
+    ]
+    say_all(logger, logging.INFO, lines)
 
 
-def log_settled(settled: Settled, worker: str) -> None:
-    say(
-        logger,
-        logging.ERROR if settled.status == "FAILED" else logging.INFO,
-        SENTENCES[settled.reason].format(settled.task_id),
-        settled.reason,
-        task_id=settled.task_id,
-        worker=worker,
-        attempt=settled.attempt,
-        retry_count=settled.retry_count,
-        delivery_count=settled.delivery_count,
-        delay_seconds=settled.delay_seconds if settled.status == "PENDING" else None,
-        error=settled.error,
-        truncated=settled.truncated or None,
-    )
+def log_settled(settled: Iterable[Settled], worker: str) -> None:
+    """A line for each task; dead letters are errors, and come last."""
+    lines: dict[int, list[str]] = {logging.INFO: [], logging.ERROR: []}
+    for one in settled:
+        lines[logging.ERROR if one.status == "FAILED" else logging.INFO].append(
+            line(
+                SENTENCES[one.reason].format(one.task_id),
+                one.reason,
+                task_id=one.task_id,
+                worker=worker,
+                attempt=one.attempt,
+                retry_count=one.retry_count,
+                delivery_count=one.delivery_count,
+                delay_seconds=one.delay_seconds if one.status == "PENDING" else None,
+                error=one.error,
+                truncated=one.truncated or None,
+            )
+        )
+    for level, of_level in lines.items():
+        say_all(logger, level, of_level)
 
 
 def log_lost(lease: Lease, worker: str) -> None:

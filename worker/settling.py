@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 IMPATIENT_SECONDS = 0.5
 IMPATIENT_PART_SECONDS = 0.05
 
-LARGEST_BATCH = 100
+LARGEST_BATCH = 500
 # Of results and gates; Postgres takes up to 256 MB in one statement.
 LARGEST_BATCH_CHARACTERS = 16_000_000
 

@@ -14,12 +14,14 @@ from pydantic import Field
 from execution.errors import Failure
 from execution.text import shortened
 from execution.tools.context import PermanentError, ToolContext
+from execution.tools.functions import returns_at_once
 
 DATA_SETS = Path(__file__).with_name("data_sets.json")
 
 Seconds = Annotated[float, Field(ge=0, le=86_400)]
 
 
+@returns_at_once
 def echo(**args: Any) -> dict[str, Any]:
     """Return the arguments."""
     return args

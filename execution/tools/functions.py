@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -25,6 +25,16 @@ from execution.tools.results import storable_result
 from execution.tools.threads import OwnLoop, Thread
 
 MOST_PROBLEMS_TOLD = 5
+# Of a call on the runner's loop, where all others wait for it: what its arguments hold.
+MOST_AT_ONCE = 2000
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def returns_at_once(function: F) -> F:
+    """Mark a tool that neither waits nor raises nor computes: a call of it needs no thread."""
+    function.returns_at_once = True  # type: ignore[attr-defined]
+    return function
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,16 @@ class FunctionTool:
     required: frozenset[str]
     rest: TypeAdapter[Any] | None  # of **rest: takes arguments of any name
     context_name: str | None
+    is_quick: bool = False  # marked by returns_at_once
+
+    def takes_no_time(self, args: Mapping[str, Any]) -> bool:
+        """Whether `call_at_once` may be used with these arguments."""
+        return self.is_quick and _is_small(args)
+
+    def call_at_once(self, args: Mapping[str, Any], context: ToolContext) -> Any:
+        """As `call`, on the thread of whoever asks."""
+        result = self.function(**self._read(args, context))
+        return storable_result(result, context.settings.limits.max_result_bytes)
 
     async def call(self, args: Mapping[str, Any], context: ToolContext) -> Any:
         """The function's result, storable; raises what the function raises, and Permanent."""
@@ -114,7 +134,33 @@ def _described(name: str, function: Callable[..., Any]) -> FunctionTool:
             adapters[parameter.name] = TypeAdapter(wanted)
             if parameter.default is parameter.empty:
                 required.add(parameter.name)
-    return FunctionTool(name, function, adapters, frozenset(required), rest, context_name)
+    return FunctionTool(
+        name,
+        function,
+        adapters,
+        frozenset(required),
+        rest,
+        context_name,
+        getattr(function, "returns_at_once", False),
+    )
+
+
+def _is_small(args: Mapping[str, Any]) -> bool:
+    """Whether they hold no more than some characters and values, all in all."""
+    left = MOST_AT_ONCE
+    todo: list[Any] = [args]
+    while todo and left > 0:
+        here = todo.pop()
+        left -= 1
+        if isinstance(here, str):
+            left -= len(here)
+        elif isinstance(here, Mapping):
+            left -= len(here)
+            todo += here.values() if len(here) < left else ()
+        elif isinstance(here, list):
+            left -= len(here)
+            todo += here if len(here) < left else ()
+    return left > 0
 
 
 def _in_plain_words(name: str, refused: ValidationError | RecursionError) -> list[str]:

@@ -19,6 +19,12 @@ from tests.support.rows import claim, row, set_clock, submit
 BASE = datetime(2026, 1, 1, tzinfo=UTC)
 
 
+@pytest.fixture(autouse=True, params=["in one message", "after a look"])
+def way_to_claim(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's policy decides between the two."""
+    monkeypatch.setattr(rows.Everything, "looks_first", request.param == "after a look")
+
+
 def numbers(found: rows.Claim) -> list[int]:
     return [task.task_id for task in found.tasks]
 

@@ -314,6 +314,12 @@ def of_workers(leased: list[Row]) -> dict[str, Ask]:
         "look, with limits": (claims.LOOK, {**LOOK, "count_in_flight": True}, 60, RUNNING),
         "claim 4, first tenant": (claims.CLAIM_TASKS, {**claim, **first_tenant}, 500, 4),
         "claim 4, late tenant": (claims.CLAIM_TASKS, {**claim, **late_tenant}, 500, 4),
+        "look, and claim 4": (
+            claims.LOOK_AND_CLAIM,
+            {**claim, **late_tenant, **LOOK, "count_in_flight": False},
+            540,
+            4,
+        ),
         "is there a suspect for us": (claims.HAS_SUSPECT, claim, 20, 5),
         "claim a suspect": (claims.CLAIM_ALONE, claim, 100, 5),
         "note 8 routes": (claims.SET_ROUTES, routes, 120, 8),

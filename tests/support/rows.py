@@ -73,6 +73,7 @@ class Everything:
     """A claim policy: whatever is due, on route local."""
 
     has_limits = False
+    looks_first = False  # or in the message of the claim
 
     def __init__(self, depth_that_matters: int = 5) -> None:
         self.depth_that_matters = depth_that_matters
@@ -81,9 +82,15 @@ class Everything:
     def open_requests(self) -> list[str]:
         return ["auto", "local", "cloud", "none"]
 
+    def wanted_at_any_depth(self) -> list[Wanted] | None:
+        return None if self.looks_first or self.has_limits else self._everything()
+
     def wanted(self, look: Look) -> tuple[list[Wanted], dict[str, int | None]]:
         self.depth = look.depth
-        return [Wanted(route, "all") for route in ("auto", "local", "cloud", "none")], {}
+        return self._everything(), {}
+
+    def _everything(self) -> list[Wanted]:
+        return [Wanted(route, "all") for route in self.open_requests()]
 
     def choose(self, tasks: Sequence[ClaimedTask], depth: int) -> list[str | None]:
         self.depth = depth

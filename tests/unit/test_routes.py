@@ -71,6 +71,35 @@ def test_while_the_cloud_is_away_long_prompts_wait() -> None:
     assert Wanted("cloud", "cloud") not in wanted
 
 
+def test_what_is_wanted_is_known_without_a_look_unless_depth_or_calls_in_flight_matter() -> None:
+    everything = {"none", "local", "cloud", "auto"}
+    for made, requested in (
+        (routes(), {"none"}),
+        (routes("local", "cloud"), everything),
+        (routes("local", "cloud", fallback=True), everything),
+        (routes("cloud", fallback=True), everything),
+        (routes("cloud"), None),  # deep or not: that decides what becomes of short prompts
+        (routes("local"), None),
+        (routes("local", "cloud", local_max_in_flight=2), None),
+    ):
+        wanted = made.wanted_at_any_depth()
+        assert (wanted and {one.requested_route for one in wanted}) == requested
+        if wanted is not None:
+            for depth in (1, 100):
+                others, _ = made.wanted(look(depth))
+                assert {one.requested_route for one in others} == requested
+
+
+def test_without_a_look_too_tasks_go_only_where_a_route_is_open() -> None:
+    made = routes("cloud", fallback=True)
+    made.wanted_at_any_depth()
+    tasks = [task(1, SHORT), task(2, LONG), task(3, SHORT, "local"), task(4, SHORT, "none")]
+    assert made.choose(tasks, 0) == ["cloud", "cloud", "cloud", None]
+    made = routes("local", "cloud")
+    made.wanted_at_any_depth()
+    assert made.choose(tasks, 0) == ["local", "cloud", "local", None]
+
+
 def test_with_fallback_whatever_is_open_takes_all() -> None:
     wanted, _ = routes("cloud", fallback=True).wanted(look(3))
     assert {one.budget for one in wanted} == {"none", "cloud"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import gc
 import logging
 import subprocess
 import sys
@@ -324,9 +323,6 @@ def test_a_tool_that_exits_from_a_task_of_its_own_leaves_the_worker_alive(runner
     assert (outcome.verdict, outcome.error) == ("failure", "SystemExit: 3")
     runner.start(task_of("add", {"a": 1}), None)
     assert finished(runner)[1].result == 3
-    # Here, and not in the middle of another test: asyncio prints that nobody asked for the
-    # task's exception, and Python 3.11 cannot print one while it parses (gh-106905).
-    gc.collect()
 
 
 def test_what_a_tool_leaves_on_its_loop_is_ended_after_it(runner: Runner) -> None:

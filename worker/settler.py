@@ -1,0 +1,135 @@
+"""The thread that writes what came of tasks, while the main thread claims the next ones."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Callable
+
+import db
+from config import Settings
+from errors import DatabaseUnavailable
+from logs import say
+from queries.leases import Lease
+from worker.held import Held
+from worker.link import SHORT_REPLY_SECONDS
+from worker.sentences import log_lost, log_settled
+from worker.settling import Finished, batch_to_settle, settle_batch
+
+logger = logging.getLogger("scheduler")
+
+HELD_UP_SECONDS = 0.05  # before it tries again what somebody holds
+
+
+class Settler(threading.Thread):
+    """Takes outcomes from any thread and writes them, on its own connection.
+
+    What cannot be written now is kept, with its place among the worker's slots, and tried again.
+    `before` is called before what has just ended is written, `on_settled` when slots are free.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        name: str,
+        held: Held,
+        take_finished: Callable[[], list[Finished]],
+        before: Callable[[], None],
+        on_settled: Callable[[], None],
+    ) -> None:
+        super().__init__(name="settler", daemon=True)
+        self._settings = settings
+        self._worker_name = name
+        self._held = held
+        self._take_finished = take_finished
+        self._before = before
+        self._on_settled = on_settled
+        self._rung = threading.Event()
+        self._is_ended = False
+        self._is_hurried = False
+        self._unsettled: list[Finished] = []
+        self._conn: db.Connection | None = None
+
+    def begin(self) -> None:
+        """Connect and start; raises DatabaseUnavailable. A second call does nothing."""
+        if self.ident is None:
+            self._open()
+            self.start()
+
+    def ring(self) -> None:
+        """There is something to take."""
+        self._rung.set()
+
+    def hurry(self) -> None:
+        """From now on wait for no reply for long; may be called from a signal handler."""
+        self._is_hurried = True
+        if (conn := self._conn) is not None:
+            conn.reply_timeout_seconds = min(conn.reply_timeout_seconds, SHORT_REPLY_SECONDS)
+
+    def end(self) -> None:
+        """Stop after what is being written."""
+        self._is_ended = True
+        self._rung.set()
+        if self.is_alive():
+            self.join()
+
+    def run(self) -> None:
+        pause_seconds = None
+        while not self._is_ended:
+            self._rung.wait(pause_seconds)
+            self._rung.clear()
+            pause_seconds = self._settle_safely()
+        self._disconnect()
+
+    def _settle_safely(self) -> float | None:
+        """Settle; the seconds after which there is more to do, or None."""
+        try:
+            return self._settle()
+        except DatabaseUnavailable as away:
+            say(logger, logging.WARNING, f"Cannot settle now: {away}.", "database_away")
+            self._disconnect()
+            return random.uniform(0.2, 1.0)
+        except Exception:  # a fault of ours must not end the worker, and its tasks with it
+            logger.exception("This settle failed")
+            self._disconnect()
+            return 1.0
+
+    def _settle(self) -> float | None:
+        """Write every outcome there is, in batches."""
+        if finished := self._take_finished():
+            self._unsettled += finished
+            self._before()
+        held_up = 0  # the first of them: somebody holds their rows
+        while batch := batch_to_settle(self._unsettled[held_up:]):
+            self._held.begin_settling(lease for lease, _ in batch)
+            settled, again = settle_batch(self._open(), batch, self._settings.retry)
+            self._unsettled[held_up : held_up + len(batch)] = again
+            held_up += len(again)
+            written = {Lease(one.task_id, one.token) for one in settled}
+            waiting = {lease for lease, _ in again}
+            lost = [
+                lease
+                for lease, _ in batch
+                if lease not in waiting and self._held.drop_settled(lease) and lease not in written
+            ]
+            self._on_settled()
+            log_settled(settled, self._worker_name)
+            for lease in lost:
+                log_lost(lease, self._worker_name)
+        return HELD_UP_SECONDS if held_up else None
+
+    def _open(self) -> db.Connection:
+        if self._conn is None or self._conn.closed:
+            settings = self._settings
+            self._conn = db.connect(
+                settings.database_url, settings.database, f"{self._worker_name} settle"
+            )
+            if self._is_hurried:
+                self.hurry()
+        return self._conn
+
+    def _disconnect(self) -> None:
+        if self._conn is not None:
+            self._conn.close()
+            self._conn = None
