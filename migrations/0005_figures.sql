@@ -194,3 +194,12 @@ BEGIN
         EXECUTE 'GRANT INSERT ON figure_changes TO ' || submitter;
     END LOOP;
 END $$;
+
+-- The same rules as before, in a form that costs a tenth at each update of a row.
+ALTER TABLE tasks
+    DROP CONSTRAINT tenant_is_a_name,
+    DROP CONSTRAINT name_is_a_name_and_no_number,
+    ADD CONSTRAINT tenant_is_a_name
+        CHECK (tenant ~ '^[A-Za-z0-9_-]+$' AND char_length(tenant) <= 64),
+    ADD CONSTRAINT name_is_a_name_and_no_number CHECK (
+        name ~ '^[A-Za-z0-9_-]+$' AND char_length(name) <= 64 AND name !~ '^[0-9]+$');
