@@ -126,7 +126,7 @@ class Worker:
             self.held,
             self.runner.take_finished,
             self._tokens.flush,  # what a task has said is heard before its end
-            self._doorbell.ring,
+            self._note_free_slots,
         )
         self._heartbeat = Heartbeat(settings, name, self.held, self.runner.stop, self._report)
         self._link = Link(settings, name, on_first_open=self._begin_to_hold)
@@ -134,6 +134,8 @@ class Worker:
         self._suspects = SuspectProcess(name, settings.worker)
         # Workers that are woken together begin at different tenants.
         self._last_tenant = random.choice(string.ascii_lowercase)
+        self._wants_slots = True  # or nothing is due that they could take
+        self._is_draining = False
         self._contended = 0
         self._last_start = time.monotonic()
         self._next_reap = 0.0
@@ -146,6 +148,7 @@ class Worker:
     def run(self, drain: bool = False) -> None:
         """Go round until a stop signal comes or, with `drain`, until no work is left anywhere."""
         self.runner.open()
+        self._is_draining = drain
         try:
             while not self.stop_signals and not (drain and self._is_drained()):
                 self.run_once()
@@ -221,6 +224,7 @@ class Worker:
 
         A claim shares its slots between tenants; what one tenant leaves, the next claim fills.
         """
+        self._wants_slots = True
         while (free := self.concurrency - len(self.held)) > 0 and not self.stop_signals:
             claim = self._claim(conn, min(free, LARGEST_CLAIM))
             self._last_tenant = claim.last_tenant or ""
@@ -233,14 +237,18 @@ class Worker:
                 self._sleep_seconds = min(self._sleep_seconds, pause)
             if claim.has_suspect and not self.alone:
                 self._suspects.start()
-            if not claim.tasks:
-                self._note_contention(claim)
+            self._note_contention(claim)
+            # Of what becomes due from now on, a notification tells.
+            is_nothing_left = len(claim.tasks) == claim.look.depth
+            self._wants_slots = self._is_draining or not is_nothing_left
+            if is_nothing_left or not claim.tasks:
                 return
-            self._contended = 0
 
     def _note_contention(self, claim: claims.Claim) -> None:
-        """Nothing was to be had: if that was for others' locks or calls, look again soon."""
-        if claim.look.depth and self.routes.has_limits:
+        """If nothing was to be had for others' locks or calls, look again soon."""
+        if claim.tasks:
+            self._contended = 0
+        elif claim.look.depth and self.routes.has_limits:
             # Another worker's call has to end first, and nobody notifies of that.
             self._sleep_seconds = min(self._sleep_seconds, FULL_ROUTE_POLL_SECONDS)
         elif claim.last_tenant is not None:
@@ -292,6 +300,11 @@ class Worker:
         self._link.hurry()
         self._settler.hurry()
         self._doorbell.ring()
+
+    def _note_free_slots(self) -> None:
+        """Outcomes were written, on the settler's thread."""
+        if self._wants_slots or self.stop_signals:
+            self._doorbell.ring()
 
     def _tell_settler(self) -> None:
         """Something has ended."""
