@@ -314,16 +314,12 @@ class QueueMachine(RuleBasedStateMachine):
         assert told == {task: row["reason"] for task, row in wanted.items()}
         self.check_became(wanted)
 
-    @rule(who=workers, page_rows=st.sampled_from([1, 3, 1000]))
-    def fold(self, who: int, page_rows: int) -> None:
-        fold_figures(self.workers[who], page_rows)
-        self.check_untouched()
-
     # --- what holds at every moment ------------------------------------------------------------
 
     @invariant()
     def the_figures_are_what_counting_gives(self) -> None:
         counted.check_kept(self.user)
+        fold_figures(self.user, 2)  # some; the next look finds the sum of what is folded and not
 
     @invariant()
     def every_promise_is_kept(self) -> None:

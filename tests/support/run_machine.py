@@ -209,15 +209,12 @@ class RunMachine(RuleBasedStateMachine):
         for lease in lost:
             self._end(lease, "reaped")
 
-    @rule(page_rows=st.sampled_from([1, 3, 1000]))
-    def fold(self, page_rows: int) -> None:
-        fold_figures(self.worker, page_rows)
-
     # --- what holds at every moment ------------------------------------------------------------
 
     @invariant()
     def the_figures_are_what_counting_gives(self) -> None:
         counted.check_kept(self.user)
+        fold_figures(self.user, 2)  # some; the next look finds the sum of what is folded and not
 
     @invariant()
     def every_row_is_as_the_model_has_it(self) -> None:
