@@ -1,0 +1,144 @@
+"""Drain after a long time at full rate, and beside a session that sits in an open transaction.
+
+    python -m bench.churn               # ten minutes
+    python -m bench.churn --quick       # one minute
+    python -m bench.churn --minutes 3
+
+One worker runs no-op tasks while a few thousand of them wait at any time. Then come drains that
+take the table as it is: no VACUUM but autovacuum's, with Postgres' own settings and the table's.
+They take turns with drains in a fresh database. After that it goes on for a minute (in the quick
+one, half a minute) in which a session holds a snapshot open, so that nothing that dies can be
+removed, and the drains beside that session follow.
+
+Dead tuples are pgstattuple's, exact. Finished tasks stay, so the table grows; what of it is bloat
+is told by its size when it is rebuilt at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from bench import laden
+from bench.common import MeasureFailed, Stage, administrator, ask
+from bench.drain import fill
+from bench.report import Record, run
+
+MINUTES = 10.0
+QUICK_MINUTES = 1.0
+HELD_SECONDS = 60.0
+QUICK_HELD_SECONDS = 30.0
+DRAINED = 20_000
+QUEUED = 4000  # more are submitted when fewer wait
+SUBMITTED = 2000
+LOOK_SECONDS = 0.02
+REPETITIONS = 3
+QUICK_REPETITIONS = 2
+MEGABYTE = 1_000_000
+EMPTY_INDEX = 8192
+
+# Rows of the audit log: a task that comes, is claimed, and ends has three.
+AUDIT_ROWS = "SELECT last_value FROM audit_log_id_seq"
+DEAD_TUPLES = "SELECT dead_tuple_count FROM pgstattuple('tasks')"
+LIST_SIZES = """
+SELECT 'tasks' AS name, pg_relation_size('tasks') AS bytes
+UNION ALL
+SELECT indexrelid::regclass::text, pg_relation_size(indexrelid)
+FROM pg_index WHERE indrelid = 'tasks'::regclass
+ORDER BY name
+"""
+COUNT_VACUUMS = "SELECT autovacuum_count FROM pg_stat_user_tables WHERE relname = 'tasks'"
+
+
+def measure(stage: Stage, record: Record, quick: bool, minutes: float | None = None) -> None:
+    minutes = minutes or (QUICK_MINUTES if quick else MINUTES)
+    held_seconds = QUICK_HELD_SECONDS if quick else HELD_SECONDS
+    repetitions = QUICK_REPETITIONS if quick else REPETITIONS
+    record.note(f"{minutes:g} minutes of churn, then {held_seconds:g} s beside an open transaction")
+    url = stage.database()
+    with administrator(url) as cursor:
+        cursor.execute("CREATE EXTENSION IF NOT EXISTS pgstattuple")
+    laden.drain(stage, url, DRAINED)
+    note_sizes(record, url, "before")
+    churn(stage, record, url, "alone", 60 * minutes)
+    note_sizes(record, url, "after churn")
+    drains(stage, record, url, "after churn", repetitions)
+    with open_transaction(url):
+        churn(stage, record, url, "beside an open transaction", held_seconds)
+        note_sizes(record, url, "beside an open transaction")
+        drains(stage, record, url, "beside an open transaction", repetitions)
+        note_sizes(record, url, "at the end")
+    with administrator(url) as cursor:
+        cursor.execute("VACUUM FULL tasks")
+    note_sizes(record, url, "rebuilt")
+
+
+def drains(stage: Stage, record: Record, url: str, when: str, repetitions: int) -> None:
+    """In a fresh database and in this one, by turns."""
+    for _ in range(repetitions):
+        fresh = stage.database()
+        before = record.add("drain before", laden.drain(stage, fresh, DRAINED), "tasks/s")
+        stage.drop(fresh)
+        rate = laden.drain(stage, url, DRAINED, vacuum=False)
+        record.ratio(
+            f"drain {when} / before", record.add(f"drain {when}", rate, "tasks/s") / before
+        )
+
+
+def churn(stage: Stage, record: Record, url: str, when: str, seconds: float) -> None:
+    """Submit and run tasks for so long, and wait until the last of them has been settled."""
+    worker = stage.worker(url, "--concurrency", str(laden.CONCURRENCY))
+    with administrator(url) as cursor:
+        rows = ask(cursor, AUDIT_ROWS)
+        began, submitted = time.monotonic(), 0
+        while (gone := time.monotonic() - began) < seconds or ask(cursor, laden.IS_WORK_LEFT):
+            # To count those that wait would itself be a load.
+            claimed = (ask(cursor, AUDIT_ROWS) - rows - submitted) / 2
+            if gone < seconds and submitted - claimed < QUEUED:
+                fill(url, SUBMITTED)
+                submitted += SUBMITTED
+            else:
+                time.sleep(LOOK_SECONDS)
+            if not worker.is_running():
+                raise MeasureFailed(worker.log[-2000:])
+        record.add(f"churn {when}", submitted / (time.monotonic() - began), "tasks/s")
+        stage.end(worker)
+
+
+@contextmanager
+def open_transaction(url: str) -> Iterator[None]:
+    """A session that has read something in a transaction, and does nothing more."""
+    with administrator(url) as cursor:
+        cursor.execute("BEGIN ISOLATION LEVEL REPEATABLE READ")
+        cursor.execute("SELECT count(*) FROM workers")
+        yield
+        cursor.execute("ROLLBACK")
+
+
+def note_sizes(record: Record, url: str, when: str) -> None:
+    with administrator(url) as cursor:
+        record.add(f"dead tuples of tasks, {when}", ask(cursor, DEAD_TUPLES), "rows")
+        record.add(f"live tasks, {when}", ask(cursor, "SELECT count(*) FROM tasks"), "rows")
+        record.add(f"autovacuums of tasks, {when}", ask(cursor, COUNT_VACUUMS), "times")
+        cursor.execute(LIST_SIZES)
+        for name, size in cursor.fetchall():
+            if size > EMPTY_INDEX:
+                record.add(f"size of {name}, {when}", size / MEGABYTE, "MB")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Drain after churn.")
+    parser.add_argument("--quick", action="store_true", help="a minute of churn")
+    parser.add_argument("--minutes", type=float, help="so much of it")
+    given = parser.parse_args()
+
+    def take(stage: Stage, record: Record, quick: bool) -> None:
+        measure(stage, record, quick, given.minutes)
+
+    run("churn", "Churn: a drain after long use at full rate", take, given.quick)
+
+
+if __name__ == "__main__":
+    main()
