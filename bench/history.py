@@ -1,7 +1,7 @@
 """A database as it is after long use, made by the database itself: its tasks and their audit log.
 
 Finished tasks are prompts of many tenants, spread over the last sixty days; one in a hundred has
-failed for good, every second came with an Idempotency-Key. Then come tasks that are delayed by a
+failed, every second came with an Idempotency-Key. Then come tasks that are delayed by a
 day or more, and tasks that are due and ask for route cloud, which the measures' workers find
 paused. Each has the audit rows that it would have: three if it has finished, else one. The tasks'
 triggers do not run meanwhile, and indexes are built when the rows are there.
@@ -56,12 +56,11 @@ SELECT n, format('tenant-%%s', n * 7919 %% %(tenants)s), 'prompt',
        CASE WHEN n %% 2 = 0 THEN 'tasks' END, CASE WHEN n %% 2 = 0 THEN 'key-' || n END,
        CASE WHEN n %% 2 = 0 THEN sha256(n::text::bytea) END,
        (CASE WHEN failed THEN 'FAILED' ELSE 'SUCCEEDED' END)::task_status,
-       CASE WHEN failed THEN 'max_retry' ELSE 'succeeded' END,
-       false, 'worker-' || n %% 4, at + interval '1 second', CASE WHEN failed THEN 3 ELSE 1 END,
-       CASE WHEN failed THEN 3 ELSE 1 END, CASE WHEN failed THEN 3 ELSE 0 END,
+       CASE WHEN failed THEN 'permanent' ELSE 'succeeded' END,
+       false, 'worker-' || n %% 4, at + interval '1 second', 1, 1, failed::int,
        CASE WHEN NOT failed THEN jsonb_build_object('text', repeat('y', 80)) END,
        CASE WHEN NOT failed THEN 92 END,
-       CASE WHEN failed THEN 'the model server answered 500' END,
+       CASE WHEN failed THEN 'the model is not there' END,
        CASE WHEN n %% 5 = 0 THEN 'cloud' ELSE 'local' END, 'a-model', 50, 20, 0.0002, 1,
        at, at, at + interval '2 seconds', at + interval '2 seconds'
 FROM generate_series(%(first)s::bigint, %(last)s::bigint) AS n
