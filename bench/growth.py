@@ -38,6 +38,7 @@ CROWD = 1_000_000
 QUICK_CROWD = 100_000
 NEWCOMERS = 20
 GREEDY = "greedy"
+NEW_TENANTS = ("a-newcomer", "z-newcomer")  # in front of the greedy one's name, and behind it
 
 # By the goal that each address belongs to.
 READ = {
@@ -214,7 +215,8 @@ def measure_fairness(stage: Stage, record: Record, full: str, crowd: int) -> Non
         for number in range(NEWCOMERS):
             last = ask(watcher, LAST_ENTRY)
             payload = {"tool": "echo", "args": {"seq": number}}
-            newcomer = NewTask(f"modest-{number}", "tool", payload, requested_route="none")
+            tenant = NEW_TENANTS[number % len(NEW_TENANTS)]
+            newcomer = NewTask(tenant, "tool", payload, requested_route="none")
             task_id = db.submit_task(conn, newcomer).task_id
             began = time.monotonic()
             after = ask(watcher, NEXT_TRANSACTION)
