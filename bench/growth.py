@@ -67,13 +67,23 @@ IS_CLAIMED = "SELECT EXISTS (SELECT FROM audit_log WHERE task_id = %s AND reason
 
 
 def measure(stage: Stage, record: Record, quick: bool) -> None:
-    size = history.QUICK if quick else history.FULL
-    full = stage.database()
+    full = fill(stage, record, history.QUICK if quick else history.FULL)
+    compare(stage, record, full, quick)
+
+
+def fill(stage: Stage, record: Record, size: history.Size) -> str:
+    """The address of a database with that history."""
+    url = stage.database()
     began = time.monotonic()
-    with history.few_checkpoints(full):
-        history.fill(full, size)
-    stage.settle(full)
+    with history.few_checkpoints(url):
+        history.fill(url, size)
+    stage.settle(url)
     record.note(f"{size}, with their audit log; made in {time.monotonic() - began:.0f} s")
+    return url
+
+
+def compare(stage: Stage, record: Record, full: str, quick: bool) -> None:
+    """All measures, in the full table and in empty ones."""
     for _ in range(2 if quick else 3):
         measure_drain(stage, record, full)
         measure_submit(stage, record, full, 3 if quick else 6)
