@@ -20,6 +20,7 @@ import argparse
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from bench import laden
 from bench.common import MeasureFailed, Stage, administrator, ask
@@ -39,7 +40,7 @@ QUICK_REPETITIONS = 2
 MEGABYTE = 1_000_000
 EMPTY_INDEX = 8192
 
-# Rows of the audit log: a task that comes, is claimed, and ends has three.
+# Rows of the audit log so far: a task that came, was claimed, and has ended has three.
 AUDIT_ROWS = "SELECT last_value FROM audit_log_id_seq"
 DEAD_TUPLES = "SELECT dead_tuple_count FROM pgstattuple('tasks')"
 LIST_SIZES = """
@@ -94,9 +95,7 @@ def churn(stage: Stage, record: Record, url: str, when: str, seconds: float) -> 
         rows = ask(cursor, AUDIT_ROWS)
         began, submitted = time.monotonic(), 0
         while (gone := time.monotonic() - began) < seconds or ask(cursor, laden.IS_WORK_LEFT):
-            # To count those that wait would itself be a load.
-            claimed = (ask(cursor, AUDIT_ROWS) - rows - submitted) / 2
-            if gone < seconds and submitted - claimed < QUEUED:
+            if gone < seconds and queued(cursor, rows, submitted) < QUEUED:
                 fill(url, SUBMITTED)
                 submitted += SUBMITTED
             else:
@@ -105,6 +104,12 @@ def churn(stage: Stage, record: Record, url: str, when: str, seconds: float) -> 
                 raise MeasureFailed(worker.log[-2000:])
         record.add(f"churn {when}", submitted / (time.monotonic() - began), "tasks/s")
         stage.end(worker)
+
+
+def queued(cursor: Any, rows_before: int, submitted: int) -> float:
+    """How many of the submitted tasks wait or run; to count them would itself be a load."""
+    later_rows: int = ask(cursor, AUDIT_ROWS) - rows_before - submitted
+    return submitted - later_rows / 2
 
 
 @contextmanager
