@@ -180,7 +180,10 @@ def measure_reads(stage: Stage, record: Record, full: str) -> None:
 
 
 def answers_ms(url: str, path: str, headers: Mapping[str, str], record: Record) -> list[float]:
-    """How long answers take on one connection, in milliseconds; the first does not count."""
+    """How long answers take on one connection, in milliseconds; the first does not count.
+
+    What was refused is noted, and not asked for again: the time it took is then all there is.
+    """
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=120)
     times: list[float] = []
     while len(times) < 1 + (PAGES if not times or times[-1] < SLOW_MS else 3):
@@ -191,6 +194,7 @@ def answers_ms(url: str, path: str, headers: Mapping[str, str], record: Record) 
         times.append(1000 * (time.perf_counter() - began))
         if answer.status != 200:
             record.note(f"GET {path} was answered with {answer.status}")
+            return times[-1:]
     connection.close()
     return times[1:]
 
