@@ -40,8 +40,9 @@ NEWCOMERS = 20
 GREEDY = "greedy"
 NEW_TENANTS = ("a-newcomer", "z-newcomer")  # in front of the greedy one's name, and behind it
 
-# By the goal that each address belongs to.
+# By the goal that each address belongs to; the first asks nothing of Postgres, for comparison.
 READ = {
+    "GET /healthz": ("/healthz",),
     "GET /metrics": ("/metrics",),
     "GET /stats": ("/stats",),
     "GET /dead-letters": ("/dead-letters",),

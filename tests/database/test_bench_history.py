@@ -46,6 +46,10 @@ def test_every_promise_about_tasks_and_their_audit_log_is_kept_in_it(filled: Con
     proof.check(filled)
 
 
+def test_what_comes_after_it_is_audited_again(filled: Connection) -> None:
+    assert rows.reasons(filled, rows.submit(filled)) == ["created"]
+
+
 def test_its_audit_rows_are_in_the_partitions_of_their_months(filled: Connection) -> None:
     assert sql(filled, "SELECT count(*) AS n FROM audit_log_other") == [{"n": 0}]
 
