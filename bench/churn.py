@@ -7,7 +7,7 @@
 One worker runs no-op tasks while a few thousand of them wait at any time. Then come drains that
 take the table as it is: no VACUUM but autovacuum's, with Postgres' own settings and the table's.
 They take turns with drains in a fresh database. After that it goes on for a minute (in the quick
-one, half a minute) in which a session holds a snapshot open, so that nothing that dies can be
+one, 20 s) in which a session holds a snapshot open, so that nothing that dies can be
 removed, and the drains beside that session follow.
 
 Dead tuples are pgstattuple's, exact. Finished tasks stay, so the table grows; what of it is bloat
@@ -20,6 +20,7 @@ import argparse
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bench import laden
@@ -27,18 +28,25 @@ from bench.common import MeasureFailed, Stage, administrator, ask
 from bench.drain import fill
 from bench.report import Record, run
 
-MINUTES = 10.0
-QUICK_MINUTES = 1.0
-HELD_SECONDS = 60.0
-QUICK_HELD_SECONDS = 30.0
-DRAINED = 20_000
 QUEUED = 4000  # more are submitted when fewer wait
 SUBMITTED = 2000
 LOOK_SECONDS = 0.02
-REPETITIONS = 3
-QUICK_REPETITIONS = 2
 MEGABYTE = 1_000_000
 EMPTY_INDEX = 8192
+
+
+@dataclass(frozen=True)
+class Length:
+    """How much of everything."""
+
+    minutes: float
+    held_seconds: float  # beside an open transaction
+    drained: int  # tasks of one drain
+    repetitions: int
+
+
+FULL = Length(minutes=10, held_seconds=60, drained=20_000, repetitions=3)
+QUICK = Length(minutes=1, held_seconds=20, drained=5000, repetitions=1)
 
 # Rows of the audit log so far: a task that came, was claimed, and has ended has three.
 AUDIT_ROWS = "SELECT last_value FROM audit_log_id_seq"
@@ -53,39 +61,38 @@ ORDER BY name
 COUNT_VACUUMS = "SELECT autovacuum_count FROM pg_stat_user_tables WHERE relname = 'tasks'"
 
 
-def measure(stage: Stage, record: Record, quick: bool, minutes: float | None = None) -> None:
-    minutes = minutes or (QUICK_MINUTES if quick else MINUTES)
-    held_seconds = QUICK_HELD_SECONDS if quick else HELD_SECONDS
-    repetitions = QUICK_REPETITIONS if quick else REPETITIONS
-    record.note(f"{minutes:g} minutes of churn, then {held_seconds:g} s beside an open transaction")
+def measure(stage: Stage, record: Record, length: Length) -> None:
+    record.note(
+        f"{length.minutes:g} minutes of churn, "
+        f"then {length.held_seconds:g} s beside an open transaction"
+    )
     url = stage.database()
     with administrator(url) as cursor:
         cursor.execute("CREATE EXTENSION IF NOT EXISTS pgstattuple")
-    laden.drain(stage, url, DRAINED)
+    laden.drain(stage, url, length.drained)
     note_sizes(record, url, "before")
-    churn(stage, record, url, "alone", 60 * minutes)
+    churn(stage, record, url, "alone", 60 * length.minutes)
     note_sizes(record, url, "after churn")
-    drains(stage, record, url, "after churn", repetitions)
+    drains(stage, record, url, "after churn", length)
     with open_transaction(url):
-        churn(stage, record, url, "beside an open transaction", held_seconds)
+        churn(stage, record, url, "beside an open transaction", length.held_seconds)
         note_sizes(record, url, "beside an open transaction")
-        drains(stage, record, url, "beside an open transaction", repetitions)
+        drains(stage, record, url, "beside an open transaction", length)
         note_sizes(record, url, "at the end")
     with administrator(url) as cursor:
         cursor.execute("VACUUM FULL tasks")
     note_sizes(record, url, "rebuilt")
 
 
-def drains(stage: Stage, record: Record, url: str, when: str, repetitions: int) -> None:
+def drains(stage: Stage, record: Record, url: str, when: str, length: Length) -> None:
     """In a fresh database and in this one, by turns."""
-    for _ in range(repetitions):
+    for _ in range(length.repetitions):
         fresh = stage.database()
-        before = record.add("drain before", laden.drain(stage, fresh, DRAINED), "tasks/s")
+        before = record.add("drain before", laden.drain(stage, fresh, length.drained), "tasks/s")
         stage.drop(fresh)
-        rate = laden.drain(stage, url, DRAINED, vacuum=False)
-        record.ratio(
-            f"drain {when} / before", record.add(f"drain {when}", rate, "tasks/s") / before
-        )
+        rate = laden.drain(stage, url, length.drained, vacuum=False)
+        after = record.add(f"drain {when}", rate, "tasks/s")
+        record.ratio(f"drain {when} / before", after / before)
 
 
 def churn(stage: Stage, record: Record, url: str, when: str, seconds: float) -> None:
@@ -140,7 +147,8 @@ def main() -> None:
     given = parser.parse_args()
 
     def take(stage: Stage, record: Record, quick: bool) -> None:
-        measure(stage, record, quick, given.minutes)
+        length = QUICK if quick else FULL
+        measure(stage, record, replace(length, minutes=given.minutes or length.minutes))
 
     run("churn", "Churn: a drain after long use at full rate", take, given.quick)
 

@@ -44,7 +44,7 @@ class Size:
 
 
 FULL = Size(10_000_000, 1_000_000, 1_000_000)
-QUICK = Size(1_000_000, 100_000, 100_000)
+QUICK = Size(500_000, 50_000, 50_000)
 
 FINISHED = """
 INSERT INTO tasks (
