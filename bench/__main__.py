@@ -12,7 +12,7 @@ from bench.common import ROOT
 from bench.report import RESULTS
 from local.output import say
 
-MEASURES = ("drain", "submit", "pickup", "idle", "runs", "agents")
+MEASURES = ("drain", "submit", "pickup", "idle", "growth", "churn", "runs", "agents")
 
 
 def main() -> None:

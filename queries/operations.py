@@ -65,6 +65,7 @@ class _KeyTaken(Exception):
     """Nothing of the batch is to be stored."""
 
 
+# No join: where few tasks are in batches, the planner would merge, and read all that are.
 BATCH_OF_KEY = """
 WITH first AS (
     SELECT task_id, name, status, request_hash
@@ -74,8 +75,9 @@ WITH first AS (
 SELECT task_id, name, status::text, encode(request_hash, 'hex') AS request_hash
 FROM first
 UNION ALL
-SELECT t.task_id, t.name, t.status::text, encode(first.request_hash, 'hex')
-FROM first JOIN tasks t ON t.batch_id = first.task_id
+SELECT task_id, name, status::text, (SELECT encode(request_hash, 'hex') FROM first)
+FROM tasks
+WHERE batch_id = (SELECT task_id FROM first)
 ORDER BY task_id
 """
 

@@ -29,7 +29,8 @@ SELECT CASE WHEN n % 4 = 0 THEN 'tenant-' || n % 2000 ELSE 'default' END, 'promp
        CASE s.status WHEN 'SUCCEEDED' THEN '{"text": "done"}'::jsonb END,
        CASE s.status WHEN 'FAILED' THEN 'it went wrong' END,
        CASE WHEN s.status <> 'PENDING' THEN current_instant() END,
-       CASE WHEN n BETWEEN 2 AND 9 THEN 1 END,
+       CASE WHEN n BETWEEN 2 AND 9 THEN 1
+            WHEN n > 60000 AND n % 1000 <> 1 THEN (n - 1) / 1000 * 1000 + 1 END,
        CASE WHEN n % 7 = 1 THEN 'batch' END, CASE WHEN n % 7 = 1 THEN n::text END,
        CASE WHEN n % 7 = 1 THEN 'x'::bytea END
 FROM generate_series(1, 80000) AS n CROSS JOIN LATERAL (VALUES
@@ -177,9 +178,16 @@ def test_one_task_is_found_by_its_index(filled: Connection, reference: dict[str,
     check_reads_little(filled, db.GET_TASK, values, 1)
 
 
-def test_a_batch_is_found_by_its_key(filled: Connection) -> None:
-    values = {"tenant": "default", "scope": "batch", "key": "1"}
-    check_reads_little(filled, operations.BATCH_OF_KEY, values, 9)
+@pytest.mark.parametrize(("key", "size"), [("1", 9), ("77001", 1000)], ids=["early", "late"])
+@pytest.mark.parametrize("nested_loops", ["on", "off"])
+def test_a_batch_is_found_by_its_key_whatever_is_thought_of_joins(
+    filled: Connection, key: str, size: int, nested_loops: str
+) -> None:
+    values = {"tenant": "default", "scope": "batch", "key": key}
+    db.fetch(filled, f"SET enable_nestloop = {nested_loops}")
+    assert len(db.fetch(filled, operations.BATCH_OF_KEY, values)) == size
+    check_reads_little(filled, operations.BATCH_OF_KEY, values, size)
+    db.fetch(filled, "RESET enable_nestloop")
 
 
 def test_the_check_itself_sees_a_list_that_reads_everything(filled: Connection) -> None:
