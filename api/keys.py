@@ -74,8 +74,8 @@ class Keys:
         return key
 
     async def while_admitted(
-        self, bundles: AsyncGenerator[list[T], None], key: ApiKey | None
-    ) -> AsyncGenerator[list[T], None]:
+        self, bundles: AsyncGenerator[T, None], key: ApiKey | None
+    ) -> AsyncGenerator[T, None]:
         """The same bundles, until their reader would not be let in any more; then Unauthorized."""
         async with contextlib.aclosing(bundles):
             async for bundle in bundles:
