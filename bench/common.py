@@ -14,6 +14,7 @@ are on. All that is written lies below BENCH_DIR, by default a folder in the sys
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import shlex
@@ -281,16 +282,30 @@ def busy_seconds() -> float:
     return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
 
 
+class Patience:
+    """How long this process still waits for the machine to be quiet, in all."""
+
+    def __init__(self) -> None:
+        self.seconds = math.inf
+
+
+patience = Patience()
+
+
 def await_quiet(seconds: float = 10) -> bool:
     """Wait until nothing uses more than an eighth of the machine; False if that did not come."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        before, began = busy_seconds(), time.monotonic()
-        time.sleep(0.4)
-        used = (busy_seconds() - before) / (time.monotonic() - began)
-        if used < 0.125 * (os.cpu_count() or 1):
-            return True
-    return False
+    came = time.monotonic()
+    deadline = came + min(seconds, patience.seconds)
+    try:
+        while time.monotonic() < deadline:
+            before, began = busy_seconds(), time.monotonic()
+            time.sleep(0.4)
+            used = (busy_seconds() - before) / (time.monotonic() - began)
+            if used < 0.125 * (os.cpu_count() or 1):
+                return True
+        return False
+    finally:
+        patience.seconds -= time.monotonic() - came
 
 
 def process_figures(pid: int) -> tuple[float, int]:

@@ -18,6 +18,7 @@ import select
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 
@@ -32,9 +33,10 @@ from bench.tool import TOOLS, await_starts, connected, noop_task
 
 SUBMISSIONS = 200
 PAUSE_SECONDS = (0.020, 0.050)
-WARM_UP = 20  # submissions to a worker before any of them counts
+WARM_UP = 50  # submissions to a worker before any of them counts
 REPETITIONS = 5
 QUICK_REPETITIONS = 2
+QUICK_SUBMISSIONS = 120
 PAYLOAD = json.dumps({"seq": 1, "pad": "x" * 176})
 
 # The bare loop is that of a queue without audit log, fence or retries.
@@ -67,19 +69,20 @@ RETURNING id, payload
 
 
 def measure(stage: Stage, record: Record, quick: bool) -> None:
+    submissions = QUICK_SUBMISSIONS if quick else SUBMISSIONS
     ours, bare = stage.database(), stage.database("template0")
     stage.worker(ours, tools=TOOLS)
     others = [PeerWorker(stage, peer) for peer in who_else(record, quick)]
     with connected(ours) as conn:
-        pickup_ms(conn)  # plans, caches and connections are warm from here on
-        loops: dict[str, Callable[[], list[float]]] = {
-            "pickup": lambda: pickup_ms(conn),
-            "bare loop": lambda: bare_pickup_ms(bare),
+        pickup_ms(conn, WARM_UP)  # plans, caches and connections are warm from here on
+        loops: dict[str, Callable[[int], list[float]]] = {
+            "pickup": partial(pickup_ms, conn),
+            "bare loop": partial(bare_pickup_ms, bare),
             **{other.peer.name: other.pickup_ms for other in others},
         }
         for repetition in range(QUICK_REPETITIONS if quick else REPETITIONS):
             order = list(loops) if repetition % 2 else list(reversed(loops))
-            times = {name: loops[name]() for name in order}
+            times = {name: loops[name](submissions) for name in order}
             for share in (50, 99):
                 compare(record, share, {n: percentile(times[n], share) for n in loops})
 
@@ -108,16 +111,16 @@ def who_else(record: Record, quick: bool) -> list[Peer]:
     return found
 
 
-def pauses(submissions: int = SUBMISSIONS) -> list[float]:
+def pauses(submissions: int) -> list[float]:
     """The same for every loop: 20 to 50 ms between two submissions."""
     chosen = random.Random(1)  # noqa: S311
     return [chosen.uniform(*PAUSE_SECONDS) for _ in range(submissions)]
 
 
-def pickup_ms(conn: db.Connection) -> list[float]:
+def pickup_ms(conn: db.Connection, submissions: int = SUBMISSIONS) -> list[float]:
     """What a worker that waits for work takes to begin each task, in milliseconds."""
     committed = {}
-    for pause in pauses():
+    for pause in pauses(submissions):
         time.sleep(pause)
         task_id = db.submit_task(conn, noop_task()).task_id
         committed[task_id] = time.monotonic_ns()
@@ -148,8 +151,8 @@ class PeerWorker:
         (self._gate / "go").touch()
         self._submit(pauses(WARM_UP))
 
-    def pickup_ms(self) -> list[float]:
-        started, committed = self._submit(pauses())
+    def pickup_ms(self, submissions: int) -> list[float]:
+        started, committed = self._submit(pauses(submissions))
         return [(started[number] - at) / 1e6 for number, at in committed.items()]
 
     def _submit(self, wanted: list[float]) -> tuple[dict[int, int], dict[int, int]]:
@@ -183,7 +186,7 @@ def noted(folder: Path, which: str) -> dict[int, int]:
 # --- the bare loop ---------------------------------------------------------------------------
 
 
-def bare_pickup_ms(url: str) -> list[float]:
+def bare_pickup_ms(url: str, submissions: int) -> list[float]:
     """The same of a process that listens, and claims with one statement."""
     conn = psycopg2.connect(url)
     conn.autocommit = True
@@ -191,11 +194,13 @@ def bare_pickup_ms(url: str) -> list[float]:
     with conn.cursor() as cursor:
         cursor.execute("DROP TABLE IF EXISTS bare_tasks;" + BARE_TABLE)
         spawn = multiprocessing.get_context("spawn")
-        listener = spawn.Process(target=listen_and_claim, args=(url, there), daemon=True)
+        listener = spawn.Process(
+            target=listen_and_claim, args=(url, there, submissions), daemon=True
+        )
         listener.start()
         here.recv()  # it listens
         committed = {}
-        for pause in pauses():
+        for pause in pauses(submissions):
             time.sleep(pause)
             cursor.execute(BARE_SUBMIT, (PAYLOAD,))
             committed_at = time.monotonic_ns()
@@ -207,7 +212,7 @@ def bare_pickup_ms(url: str) -> list[float]:
     return [(started[task_id] - at) / 1e6 for task_id, at in committed.items()]
 
 
-def listen_and_claim(url: str, pipe: Pipe) -> None:
+def listen_and_claim(url: str, pipe: Pipe, submissions: int) -> None:
     """Claim at each notification until all are claimed; then tell when each was."""
     conn = psycopg2.connect(url)
     conn.autocommit = True
@@ -215,7 +220,7 @@ def listen_and_claim(url: str, pipe: Pipe) -> None:
     with conn.cursor() as cursor:
         cursor.execute("LISTEN bare_tasks")
         pipe.send(None)
-        while len(started) < SUBMISSIONS:
+        while len(started) < submissions:
             select.select([conn], [], [])
             conn.poll()
             while conn.notifies:
