@@ -1,11 +1,12 @@
 """Many watchers of one stream of events who cost little: raw sockets, one loop, one process.
 
-    python -m bench.crowd ADDRESS --watchers 1000
+    python -m bench.crowd ADDRESS --watchers 1000 --ahead 1764460000.5
 
 It writes two lines of JSON: one when every watcher has its snapshot, and one when every stream has
 ended: how many of its events came to how many, and how long after their `at` each watcher had them.
-`at` is the database's clock before the commit, and this is the clock of the same machine, so the
-commit is part of it. A watcher has an event when the read that brings its last byte has returned.
+`at` is the database's clock before the commit, so the commit is part of it; `--ahead` is what that
+clock is ahead of CLOCK_MONOTONIC, in seconds. A watcher has an event when the read that brings its
+last byte has returned.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ FRAME = re.compile(rb"\r\n[0-9a-f]+\r\n")  # between two pieces of an answer wit
 class Crowd:
     """All watchers; what each has read is parsed and forgotten."""
 
-    def __init__(self, address: str, watchers: int) -> None:
+    def __init__(self, address: str, watchers: int, ahead: float) -> None:
+        self._ahead = ahead
         self._poll = select.epoll()
         self._sockets = [self._connected(address) for _ in range(watchers)]
         self._numbers = {one.fileno(): number for number, one in enumerate(self._sockets)}
@@ -62,14 +64,14 @@ class Crowd:
             ready = self._poll.poll(LONGEST_SILENCE_SECONDS)
             if not ready:
                 raise TimeoutError(f"silence; only {len(done)} of {len(self._sockets)} came so far")
-            began = time.time()
+            began = time.monotonic()
             for fileno, _ in ready:
                 self._read(self._numbers[fileno])
-            self.longest_round = max(self.longest_round, time.time() - began)
+            self.longest_round = max(self.longest_round, time.monotonic() - began)
 
     def _read(self, number: int) -> None:
         data = self._sockets[number].recv(LARGEST_READ)
-        now = time.time()
+        now = time.monotonic() + self._ahead
         if not data:
             raise ConnectionError(f"a stream broke off: {self._rest[number][-500:]!r}")
         data = FRAME.sub(b"", self._rest[number] + data)
@@ -115,12 +117,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Watchers for a measure.")
     parser.add_argument("address")
     parser.add_argument("--watchers", type=int, required=True)
+    parser.add_argument("--ahead", type=float, required=True)
     given = parser.parse_args()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     began = time.monotonic()
-    crowd = Crowd(given.address, given.watchers)
+    crowd = Crowd(given.address, given.watchers, given.ahead)
     crowd.read_until(crowd.have_snapshot)
     say(json.dumps({"opened_seconds": time.monotonic() - began}))
     crowd.longest_round = 0.0
