@@ -129,8 +129,9 @@ def run(measure: str, title: str, take: Measure, quick: bool = False) -> Record:
         patience.seconds = QUICK_QUIET_SECONDS
     try:
         with one_at_a_time(), Stage() as stage:
-            load = os.getloadavg()[0]
+            load, began = os.getloadavg()[0], time.monotonic()
             take(stage, record, quick)
+            record.note(f"it took {time.monotonic() - began:.0f} s")
             record.note(f"load of the machine: {load:.1f} before, {os.getloadavg()[0]:.1f} after")
     finally:
         if record.figures:
