@@ -36,7 +36,7 @@ PAUSE_SECONDS = (0.020, 0.050)
 WARM_UP = 50  # submissions to a worker before any of them counts
 REPETITIONS = 5
 QUICK_REPETITIONS = 2
-QUICK_SUBMISSIONS = 120
+QUICK_SUBMISSIONS = 100
 PAYLOAD = json.dumps({"seq": 1, "pad": "x" * 176})
 
 # The bare loop is that of a queue without audit log, fence or retries.
