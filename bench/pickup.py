@@ -17,7 +17,7 @@ import random
 import select
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
@@ -72,7 +72,7 @@ def measure(stage: Stage, record: Record, quick: bool) -> None:
     submissions = QUICK_SUBMISSIONS if quick else SUBMISSIONS
     ours, bare = stage.database(), stage.database("template0")
     stage.worker(ours, tools=TOOLS)
-    others = [PeerWorker(stage, peer) for peer in who_else(record, quick)]
+    others = list(waiting_peers(stage, record, quick))
     with connected(ours) as conn:
         pickup_ms(conn, WARM_UP)  # plans, caches and connections are warm from here on
         loops: dict[str, Callable[[int], list[float]]] = {
@@ -95,6 +95,15 @@ def compare(record: Record, share: int, found: dict[str, float]) -> None:
     record.ratio(f"p{share} / bare LISTEN and claim", own / limit)
     if others:
         record.ratio(f"p{share} / best peer", own / min(others))
+
+
+def waiting_peers(stage: Stage, record: Record, quick: bool) -> Iterator[PeerWorker]:
+    """Their workers, ready; one that does not start or do its work is named."""
+    for peer in who_else(record, quick):
+        try:
+            yield PeerWorker(stage, peer)
+        except MeasureFailed as failed:
+            record.note(f"{peer.name} is left out: {failed}")
 
 
 def who_else(record: Record, quick: bool) -> list[Peer]:
