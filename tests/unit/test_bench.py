@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from bench import __main__ as bench
+from bench import goals
 from bench.goals import GOALS, Goal, judge, read_results
 from bench.plots import draw
 from bench.report import Record, percentile, short, spread
@@ -74,6 +76,35 @@ def test_the_medians_of_what_was_written_are_judged(tmp_path: Path) -> None:
     assert written["figures"]["ours"]["values"] == [5.0]
     assert {"commit", "machine", "versions", "when"} <= set(written)
     assert read_results(tmp_path) == {"drain": {"ours / theirs": 1.5}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "is_told"),
+    [
+        (["drain"], False, "reached       Drain: 2 workers / graphile-worker"),
+        (["idle", "--check"], True, "missed        Idle: transactions/s is 2.00"),
+        (["idle"], False, "missed        Idle: transactions/s is 2.00"),
+        (["drain", "--check"], False, "not measured  Idle: transactions/s"),
+        (["--quick"], False, "left out because it is to be quick"),
+        (["submit"], True, "not taken: submit"),
+    ],
+)
+def test_a_bench_judges_what_it_took_and_names_what_it_did_not(
+    arguments: list[str],
+    code: bool,
+    is_told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    results = {"drain": {"2 workers / graphile-worker": 1.0}, "idle": {"transactions/s": 2.0}}
+    monkeypatch.setattr(goals, "read_results", lambda: results)
+    all_of_them = not set(bench.MEASURES) & set(arguments)
+    monkeypatch.setattr(bench, "take", lambda name, quick: all_of_them or name in results)
+    monkeypatch.setattr("sys.argv", ["bench", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    assert bool(ended.value.code) == code
+    assert is_told in capsys.readouterr().out
 
 
 # --- plots -----------------------------------------------------------------------------------
