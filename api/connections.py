@@ -16,6 +16,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from api.alarm import Alarm
+
 logger = logging.getLogger(__name__)
 
 # A client that takes nothing for so long is let go, and so is one that the network has lost.
@@ -51,6 +53,8 @@ class TransportInScope:
 class Line:
     """The connection to the client of one stream."""
 
+    patience: Alarm  # of `carry`; to be set while something is sent
+
     def __init__(self, scope: Scope) -> None:
         self._transport: asyncio.Transport | None = scope.get(TRANSPORT)
         if self._transport is None:
@@ -83,7 +87,14 @@ class Line:
         stopping: asyncio.Future[None],
     ) -> None:
         """Until one of the two ends, or the process is to stop; then neither goes on."""
-        tasks = {asyncio.create_task(sending), asyncio.create_task(listening)}
+        sender = asyncio.create_task(sending)
+        tasks = {sender, asyncio.create_task(listening)}
+
+        def give_up() -> None:
+            self._abort()
+            asyncio.get_running_loop().call_later(STOP_SECONDS, sender.cancel)
+
+        self.patience = Alarm(LONGEST_SEND_SECONDS, give_up)
         try:
             await asyncio.wait({*tasks, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if stopping.done():
@@ -91,6 +102,7 @@ class Line:
                 # A client that takes nothing does not keep the process from ending.
                 asyncio.get_running_loop().call_later(STOP_SECONDS, self._abort)
         finally:
+            self.patience.end()
             for task in tasks:
                 task.cancel()
             ended = await asyncio.gather(*tasks, return_exceptions=True)

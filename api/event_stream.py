@@ -9,18 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from typing import Annotated
 
 from fastapi import Header, Query
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from api import connections
 from api.connections import Line
 from api.feeds import Subject
 from api.services import ApiServices
-from api.stream_events import StreamEvent
+from api.stream_events import Bundle
 from errors import OrchestratorError
 from queries import events
 from queries.keys import ApiKey
@@ -30,7 +29,7 @@ logger = logging.getLogger(__name__)
 STILL_HERE = b": still here\n\n"
 PIECE_BYTES = 65_536  # a long snapshot goes in pieces, each once the client has taken the last
 
-Bundles = AsyncGenerator[list[StreamEvent], None]
+Bundles = AsyncGenerator[Bundle, None]
 
 After = Annotated[str | None, Query(description="resume behind this cursor")]
 LastEventId = Annotated[str | None, Header()]
@@ -67,23 +66,23 @@ class EventStreamResponse(Response):
         await line.carry(self._send_all(send, line), _disconnected(receive), self._stopping)
 
     async def _send_all(self, send: Send, line: Line) -> None:
-        try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            with breaking_off_told():
-                async with contextlib.aclosing(self._events) as bundles:
-                    async for bundle in bundles:
-                        await _send_text(send, b"".join(event.text for event in bundle))
-            async with asyncio.timeout(connections.LONGEST_SEND_SECONDS):
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except TimeoutError:
-            await line.cut()
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        with breaking_off_told():
+            async with contextlib.aclosing(self._events) as bundles:
+                async for bundle in bundles:
+                    for piece in _pieces(bundle.text):
+                        with line.patience:
+                            await send(
+                                {"type": "http.response.body", "body": piece, "more_body": True}
+                            )
+        with line.patience:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _send_text(send: Send, text: bytes) -> None:
-    for start in range(0, len(text) or 1, PIECE_BYTES):
-        piece = text[start : start + PIECE_BYTES] or STILL_HERE
-        async with asyncio.timeout(connections.LONGEST_SEND_SECONDS):
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
+def _pieces(text: bytes) -> Iterable[bytes]:
+    if len(text) <= PIECE_BYTES:
+        return (text or STILL_HERE,)
+    return (text[start : start + PIECE_BYTES] for start in range(0, len(text), PIECE_BYTES))
 
 
 @contextlib.contextmanager

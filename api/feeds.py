@@ -17,14 +17,16 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 from fastapi.concurrency import run_in_threadpool
 
 import db
+from api.alarm import Alarm
 from api.changes import Changes
 from api.database import Database
-from api.stream_events import StreamEvent, Told, transitions
+from api.stream_events import Bundle, StreamEvent, Told, transitions
 from errors import DatabaseUnavailable
 from queries import events
 from queries.events import Batch, Position
@@ -40,9 +42,13 @@ KEEP_ALIVE_SECONDS = 15.0
 MOST_WAITING = 200  # batches and pieces of answers, for one watcher
 SAY_WATCHED_SECONDS = 5.0
 SAY_AGAIN_SECONDS = 1.0  # each word takes a lock of the whole database for a moment
+REST_SECONDS = 0.00008  # per watcher, after a batch: about what it takes to send it to them
 SHARED_SECONDS = 1.0  # what no transition tells (a lease, a wait) may be so old in a snapshot
 
 T = TypeVar("T")
+
+NOTHING = Bundle()
+Arrived = Told | Bundle | None
 
 
 @dataclass(frozen=True)
@@ -54,8 +60,11 @@ class Subject:
     read_state: Callable[[db.Connection], dict[str, Any]]
     read_status: Callable[[db.Connection], str]
 
-    def concerns(self, event: StreamEvent) -> bool:
-        return self.task_id in (self.root_id, event.data["task_id"])
+    def part_of(self, bundle: Bundle) -> Bundle:
+        """What of it concerns this subject."""
+        if self.task_id == self.root_id:
+            return bundle
+        return Bundle(event for event in bundle if event.data["task_id"] == self.task_id)
 
 
 class Watcher:
@@ -63,7 +72,7 @@ class Watcher:
 
     def __init__(self, joined: Position) -> None:
         self.joined = joined  # what was told before it came was visible here
-        self._arrived: asyncio.Queue[Told | StreamEvent | None] = asyncio.Queue(MOST_WAITING)
+        self._arrived: asyncio.Queue[Arrived] = asyncio.Queue(MOST_WAITING)
 
     def put(self, told: Told) -> bool:
         """Queue a batch; False when the watcher has fallen too far behind, and is dropped."""
@@ -73,10 +82,15 @@ class Watcher:
         self.drop()
         return False
 
-    def put_token(self, token: StreamEvent) -> None:
+    def put_token(self, token: Bundle) -> None:
         """Queue what is not stored anywhere, unless there is much before it already."""
         if self._arrived.qsize() < MOST_WAITING // 2:
             self._arrived.put_nowait(token)
+
+    def put_sign_of_life(self) -> None:
+        """Queue that there was nothing for a while."""
+        if not self._arrived.full():
+            self._arrived.put_nowait(NOTHING)
 
     def drop(self) -> None:
         """End the watcher's stream behind what it has read; it may resume."""
@@ -84,13 +98,9 @@ class Watcher:
             self._arrived.get_nowait()
         self._arrived.put_nowait(None)
 
-    async def next(self, seconds: float) -> list[Told | StreamEvent | None]:
-        """All that has arrived; nothing, if nothing came for so long. None: it was dropped."""
-        try:
-            async with asyncio.timeout(seconds):
-                arrived = [await self._arrived.get()]
-        except TimeoutError:
-            return []
+    async def next(self) -> list[Arrived]:
+        """All that has arrived, once there is something. None: it was dropped."""
+        arrived = [await self._arrived.get()]
         while not self._arrived.empty():
             arrived.append(self._arrived.get_nowait())
         return arrived
@@ -148,6 +158,8 @@ class Feed:
                     self._pass_on(batch)
                     if batch.is_full:  # there may be more at once
                         continue
+                    if batch.events:  # what comes meanwhile goes out together
+                        await asyncio.sleep(REST_SECONDS * len(self.watchers))
                 except DatabaseUnavailable as away:
                     logger.warning("A feed waits: %s", away)
                     seconds = AWAY_SECONDS
@@ -289,22 +301,23 @@ class Feeds:
         if feed := self._feeds.get(piece.pop("root_id")):
             name = "node" if "phase" in piece else "token"
             event = StreamEvent(name, {"step": feed.steps.get(piece["task_id"]), **piece})
+            bundle = Bundle((event,))
             for watcher in feed.watchers:
-                watcher.put_token(event)
+                watcher.put_token(bundle)
 
     async def is_all_told(self, subject: Subject, after: Position) -> bool:
         """Whether the subject has ended and nothing newer than `after` is to be told of it."""
         batch, status = await self._run(read_after, subject, after)
         if batch is None or not status.is_final or batch.is_full:
             return False
-        return not any(subject.concerns(event) for event in transitions(batch))
+        return not subject.part_of(transitions(batch))
 
     async def follow(
         self, subject: Subject, after: Position | None
-    ) -> AsyncGenerator[list[StreamEvent], None]:
+    ) -> AsyncGenerator[Bundle, None]:
         """Snapshot (unless `after` can be resumed), transitions, and the end of the subject.
 
-        An empty list says that there was nothing for a while.
+        An empty bundle says that there was nothing for a while.
         """
         async with self.watcher(subject.root_id) as (feed, watcher):
             position, is_full = after, True
@@ -314,14 +327,14 @@ class Feeds:
                     position = None
                     break
                 position, is_full = batch.end, batch.is_full
-                if missed := [one for one in transitions(batch) if subject.concerns(one)]:
+                if missed := subject.part_of(transitions(batch)):
                     yield missed
             if position is None:
                 snapshot = await feed.snapshot(self._database, subject, watcher)
                 position, status = snapshot.position, Status(snapshot.event.data["status"])
-                yield [snapshot.event]
+                yield Bundle((snapshot.event,))
             if status.is_final:
-                yield [_end(status)]
+                yield _end(status)
                 return
             async with contextlib.aclosing(_live(subject, watcher, position)) as live:
                 async for bundle in live:
@@ -333,36 +346,39 @@ class Feeds:
 
 async def _live(
     subject: Subject, watcher: Watcher, position: Position
-) -> AsyncGenerator[list[StreamEvent], None]:
+) -> AsyncGenerator[Bundle, None]:
     """What arrives and is new to one who stands at `position`, until the end or he is dropped."""
-    now = asyncio.get_running_loop().time
-    last, ended, is_full = now(), None, False
-    while True:
-        arrived = await watcher.next(max(0.0, last + KEEP_ALIVE_SECONDS - now()))
-        bundle: list[StreamEvent] = []
-        for one in arrived:
-            if one is None:
-                return
-            if isinstance(one, Told):
-                fresh, position = one.after(position)
-                is_full = one.is_full
-            else:
-                fresh = [one]
-            bundle += [event for event in fresh if subject.concerns(event)]
-        for event in bundle:
-            if event.name == "transition" and event.data["task_id"] == subject.task_id:
-                status = Status(event.data["to"])
+    ended, is_full = None, False
+    silence = Alarm(KEEP_ALIVE_SECONDS, watcher.put_sign_of_life)
+    silence.set()
+    try:
+        while True:
+            arrived = await watcher.next()
+            parts: list[Bundle] = []
+            for one in arrived:
+                if one is None:
+                    return
+                if isinstance(one, Told):
+                    fresh, position = one.after(position)
+                    is_full = one.is_full
+                else:
+                    fresh = one
+                parts.append(subject.part_of(fresh))
+            bundle = parts[0] if len(parts) == 1 else Bundle(chain.from_iterable(parts))
+            if status := bundle.statuses.get(subject.task_id):
                 ended = status if status.is_final else None  # None: revived
-        if bundle or now() >= last + KEEP_ALIVE_SECONDS:
-            last = now()
-            yield bundle
-        if ended and not is_full:
-            yield [_end(ended)]
-            return
+            if bundle or NOTHING in arrived:
+                yield bundle
+                silence.set()
+            if ended and not is_full:
+                yield _end(ended)
+                return
+    finally:
+        silence.end()
 
 
-def _end(status: Status) -> StreamEvent:
-    return StreamEvent("end", {"status": status})
+def _end(status: Status) -> Bundle:
+    return Bundle((StreamEvent("end", {"status": status}),))
 
 
 def read_after(

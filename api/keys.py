@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import TypeVar
@@ -74,8 +75,8 @@ class Keys:
         return key
 
     async def while_admitted(
-        self, bundles: AsyncGenerator[list[T], None], key: ApiKey | None
-    ) -> AsyncGenerator[list[T], None]:
+        self, bundles: AsyncGenerator[T, None], key: ApiKey | None
+    ) -> AsyncGenerator[T, None]:
         """The same bundles, until their reader would not be let in any more; then Unauthorized."""
         async with contextlib.aclosing(bundles):
             async for bundle in bundles:
@@ -103,7 +104,7 @@ class Keys:
 
     async def _look_up(self, key_id: str) -> ApiKey | None:
         known = self._known.get(key_id)
-        if known is None or self._now() >= known.read_at + self._cache_seconds:
+        if known is None or time.monotonic() >= known.read_at + self._cache_seconds:
             known = await asyncio.shield(self._reading_of(key_id))
         return known.key
 
@@ -116,7 +117,7 @@ class Keys:
         return reading
 
     async def _read(self, key_id: str) -> Known:
-        read_at = self._now()  # before: what is revoked meanwhile is not remembered for longer
+        read_at = time.monotonic()  # before: what is revoked meanwhile is not remembered for longer
         keys_exist, key = await run_in_threadpool(self._database.run, find_key, key_id)
         self._keys_exist = self._keys_exist or keys_exist
         known = Known(read_at, key)
@@ -130,6 +131,3 @@ class Keys:
         del self._reading[key_id]
         if not reading.cancelled():
             reading.exception()  # whoever waited for it was told, if anybody still did
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()

@@ -11,6 +11,7 @@ import db
 from api.models import transition_view
 from queries import events
 from queries.events import Batch, Position
+from states import Status
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,23 @@ class StreamEvent:
         return f'{{"event": "{self.name}", "data": {self.json}}}'
 
 
+class Bundle(tuple[StreamEvent, ...]):
+    """Events that go out together, their text joined once for however many watch."""
+
+    @cached_property
+    def text(self) -> bytes:
+        return b"".join(event.text for event in self)
+
+    @cached_property
+    def statuses(self) -> dict[int, Status]:
+        """Where each task stands after them, of those that have changed."""
+        return {
+            event.data["task_id"]: Status(event.data["to"])
+            for event in self
+            if event.name == "transition"
+        }
+
+
 class Told:
     """A batch of transitions on its way to watchers who stood at `start`, or elsewhere."""
 
@@ -47,7 +65,7 @@ class Told:
         self._rows = batch.events
         self._events = transitions(batch)
 
-    def after(self, position: Position) -> tuple[list[StreamEvent], Position]:
+    def after(self, position: Position) -> tuple[Bundle, Position]:
         """What is new to a reader at `position`, and where he stands then."""
         if position == self.start:  # he has read all that the feed has read, and nothing else
             return self._events, self.end
@@ -60,11 +78,12 @@ class Told:
         behind = self.end if is_later and not self.is_full else position
         if len(unseen) == len(self._rows) and not self.is_full:
             return self._events, behind
-        return [_transition(row, _own(place, position)) for row, place in unseen], behind
+        own = Bundle(_transition(row, _own(place, position)) for row, place in unseen)
+        return own, behind
 
 
-def transitions(batch: Batch) -> list[StreamEvent]:
-    return [_transition(row, place) for row, place in batch.events]
+def transitions(batch: Batch) -> Bundle:
+    return Bundle(_transition(row, place) for row, place in batch.events)
 
 
 def _own(place: Position, position: Position) -> Position:

@@ -49,19 +49,16 @@ class EventSocket:
 
     async def _send_all(self, line: Line) -> None:
         last = ""
-        try:
-            with breaking_off_told():
-                async with contextlib.aclosing(self._events) as bundles:
-                    async for bundle in bundles:
-                        async with asyncio.timeout(connections.LONGEST_SEND_SECONDS):
-                            for event in bundle:
-                                await self._websocket.send_text(event.frame)
-                            if not bundle:
-                                await self._websocket.send_text(STILL_HERE)
-                        last = bundle[-1].name if bundle else ""
-            self._code = ENDED if last == "end" else RESUME
-        except TimeoutError:
-            await line.cut()
+        with breaking_off_told():
+            async with contextlib.aclosing(self._events) as bundles:
+                async for bundle in bundles:
+                    with line.patience:
+                        for event in bundle:
+                            await self._websocket.send_text(event.frame)
+                        if not bundle:
+                            await self._websocket.send_text(STILL_HERE)
+                    last = bundle[-1].name if bundle else ""
+        self._code = ENDED if last == "end" else RESUME
 
     async def _listen(self) -> None:
         """Until the client is gone, or has sent too much."""

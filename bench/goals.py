@@ -68,9 +68,11 @@ GOALS = (
     Goal("Runs", "runs", "ms to create 1,000 steps", at_most=50),
     Goal("Agents", "agents", "node / plain LangGraph", at_most=1.3),
     Goal("Agents", "agents", "32 jobs / 32 savers on one pool", at_least=0.8),
+    Goal("Pass-through", "passthrough", "tokens/s / directly", at_least=0.97),
     Goal("Footprint", "idle", "worker MB", at_most=60),
     Goal("Footprint", "idle", "worker ready after s", at_most=0.7),
     Goal("Footprint", "idle", "API MB", at_most=90),
+    Goal("Watchers", "watchers", "ms at p99, busy run", at_most=250),
 )
 
 Ratios = Mapping[str, float]  # by name; of one measure

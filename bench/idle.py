@@ -32,7 +32,8 @@ from bench.report import Record, run
 WATCHED_SECONDS = 20.0
 SETTLED_SECONDS = 5.0  # after its start
 REPETITIONS = 5
-QUICK_REPETITIONS = 3
+QUICK_REPETITIONS = 2
+QUICK_WATCHED_SECONDS = 10.0
 MEGABYTE = 1_000_000
 
 COUNT_WORKERS = "SELECT count(*) FROM workers"
@@ -42,13 +43,14 @@ SELECT xact_commit + xact_rollback FROM pg_stat_database WHERE datname = %s
 
 
 def measure(stage: Stage, record: Record, quick: bool) -> None:
+    watched_seconds = QUICK_WATCHED_SECONDS if quick else WATCHED_SECONDS
     with model_server() as model_url:
         for _ in range(QUICK_REPETITIONS if quick else REPETITIONS):
-            measure_worker(stage, record, model_url)
+            measure_worker(stage, record, model_url, watched_seconds)
             measure_api(stage, record)
 
 
-def measure_worker(stage: Stage, record: Record, model_url: str) -> None:
+def measure_worker(stage: Stage, record: Record, model_url: str, watched_seconds: float) -> None:
     url = stage.database()
     await_quiet()
     began = time.monotonic()
@@ -61,22 +63,22 @@ def measure_worker(stage: Stage, record: Record, model_url: str) -> None:
     seconds = record.add("worker: ready after", time.monotonic() - began, "s")
     record.ratio("worker ready after s", seconds)
     time.sleep(SETTLED_SECONDS)
-    watch(stage, record, worker, url)
+    watch(stage, record, worker, url, watched_seconds)
     stage.end(worker)
     stage.drop(url)
 
 
-def watch(stage: Stage, record: Record, worker: Process, url: str) -> None:
+def watch(stage: Stage, record: Record, worker: Process, url: str, seconds: float) -> None:
     """Look at an idle worker for a while."""
     name = url.rpartition("/")[2]
     with administrator(stage.server_url) as cursor:
         transactions = ask(cursor, COUNT_TRANSACTIONS, name)
         cpu = cpu_seconds(worker.pid)
-        time.sleep(WATCHED_SECONDS)
+        time.sleep(seconds)
         transactions = ask(cursor, COUNT_TRANSACTIONS, name) - transactions
     cpu = cpu_seconds(worker.pid) - cpu
-    rate = record.add("worker: transactions", transactions / WATCHED_SECONDS, "/s")
-    share = record.add("worker: CPU", 100 * cpu / WATCHED_SECONDS, "%")
+    rate = record.add("worker: transactions", transactions / seconds, "/s")
+    share = record.add("worker: CPU", 100 * cpu / seconds, "%")
     megabytes = record.add("worker: resident", process_figures(worker.pid)[1] / MEGABYTE, "MB")
     record.ratio("transactions/s", rate)
     record.ratio("CPU percent", share)

@@ -5,7 +5,8 @@
 Both instants are read from CLOCK_MONOTONIC, which all processes of a machine share: the commit when
 the submitter's statement has returned, the start by the first thing that the tool does. In the bare
 loop the start is when the rows of the claim are there. Either may come a little before the commit:
-Postgres wakes the listener before it answers the submitter, in both alike.
+Postgres wakes the listener before it answers the submitter, in both alike. Peers (bench/peers) have
+a worker of their own each, and submit from their own client, with the same pauses.
 """
 
 from __future__ import annotations
@@ -16,19 +17,26 @@ import random
 import select
 import sys
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
 
 import psycopg2
 
 import db
-from bench.common import Stage
+from bench.common import ROOT, MeasureFailed, Stage, eventually, peers_python
+from bench.drain import BARE, Peer, peers, version_of
+from bench.peers import gate
 from bench.report import Record, percentile, run
 from bench.tool import TOOLS, await_starts, connected, noop_task
 
 SUBMISSIONS = 200
 PAUSE_SECONDS = (0.020, 0.050)
+WARM_UP = 50  # submissions to a worker before any of them counts
 REPETITIONS = 5
-QUICK_REPETITIONS = 3
+QUICK_REPETITIONS = 2
+QUICK_SUBMISSIONS = 100
 PAYLOAD = json.dumps({"seq": 1, "pad": "x" * 176})
 
 # The bare loop is that of a queue without audit log, fence or retries.
@@ -61,31 +69,67 @@ RETURNING id, payload
 
 
 def measure(stage: Stage, record: Record, quick: bool) -> None:
+    submissions = QUICK_SUBMISSIONS if quick else SUBMISSIONS
     ours, bare = stage.database(), stage.database("template0")
     stage.worker(ours, tools=TOOLS)
+    others = list(waiting_peers(stage, record, quick))
     with connected(ours) as conn:
-        pickup_ms(conn)  # plans, caches and connections are warm from here on
+        pickup_ms(conn, WARM_UP)  # plans, caches and connections are warm from here on
+        loops: dict[str, Callable[[int], list[float]]] = {
+            "pickup": partial(pickup_ms, conn),
+            "bare loop": partial(bare_pickup_ms, bare),
+            **{other.peer.name: other.pickup_ms for other in others},
+        }
         for repetition in range(QUICK_REPETITIONS if quick else REPETITIONS):
-            loops = {"pickup": lambda: pickup_ms(conn), "bare loop": lambda: bare_pickup_ms(bare)}
             order = list(loops) if repetition % 2 else list(reversed(loops))
-            times = {name: loops[name]() for name in order}
+            times = {name: loops[name](submissions) for name in order}
             for share in (50, 99):
-                own, limit = (percentile(times[name], share) for name in loops)
-                record.add(f"pickup p{share}", own, "ms")
-                record.add(f"bare loop p{share}", limit, "ms")
-                record.ratio(f"p{share} / bare LISTEN and claim", own / limit)
+                compare(record, share, {n: percentile(times[n], share) for n in loops})
 
 
-def pauses() -> list[float]:
+def compare(record: Record, share: int, found: dict[str, float]) -> None:
+    """What one repetition has found at a percentile: ours first, then the bare loop, then peers."""
+    for name, milliseconds in found.items():
+        record.add(f"{name} p{share}", milliseconds, "ms")
+    own, limit, *others = found.values()
+    record.ratio(f"p{share} / bare LISTEN and claim", own / limit)
+    if others:
+        record.ratio(f"p{share} / best peer", own / min(others))
+
+
+def waiting_peers(stage: Stage, record: Record, quick: bool) -> Iterator[PeerWorker]:
+    """Their workers, ready; one that does not start or do its work is named."""
+    for peer in who_else(record, quick):
+        try:
+            yield PeerWorker(stage, peer)
+        except MeasureFailed as failed:
+            record.note(f"{peer.name} is left out: {failed}")
+
+
+def who_else(record: Record, quick: bool) -> list[Peer]:
+    """The peers of the drain, and those that are good at this only; not those when in a hurry."""
+    found = [peer for peer in peers(record) if peer is not BARE]
+    if quick:
+        record.note("Procrastinate and Chancy are left out: quick")
+    elif python := peers_python():
+        for name in ("Procrastinate", "Chancy"):
+            package = name.lower()
+            record.versions[package] = version_of(python, package)
+            command = [str(python), "-m", f"bench.peers.{package}_noop"]
+            found.append(Peer(name, command, is_work_left=""))
+    return found
+
+
+def pauses(submissions: int) -> list[float]:
     """The same for every loop: 20 to 50 ms between two submissions."""
     chosen = random.Random(1)  # noqa: S311
-    return [chosen.uniform(*PAUSE_SECONDS) for _ in range(SUBMISSIONS)]
+    return [chosen.uniform(*PAUSE_SECONDS) for _ in range(submissions)]
 
 
-def pickup_ms(conn: db.Connection) -> list[float]:
+def pickup_ms(conn: db.Connection, submissions: int = SUBMISSIONS) -> list[float]:
     """What a worker that waits for work takes to begin each task, in milliseconds."""
     committed = {}
-    for pause in pauses():
+    for pause in pauses(submissions):
         time.sleep(pause)
         task_id = db.submit_task(conn, noop_task()).task_id
         committed[task_id] = time.monotonic_ns()
@@ -93,10 +137,65 @@ def pickup_ms(conn: db.Connection) -> list[float]:
     return [(started[task_id] - at) / 1e6 for task_id, at in committed.items()]
 
 
+# --- peers -----------------------------------------------------------------------------------
+
+
+class PeerWorker:
+    """A worker of a peer that waits for work, and its client."""
+
+    def __init__(self, stage: Stage, peer: Peer) -> None:
+        self.peer, self._stage = peer, stage
+        self._gate = stage.folder / f"gate-{peer.name}"
+        self._gate.mkdir()
+        self._env = {
+            **peer.env,
+            "DATABASE_URL": stage.database("template0"),
+            "BENCH_GATE": str(self._gate),
+            "BENCH_EACH": "yes",
+            "PYTHONPATH": str(ROOT),
+        }
+        self._run("install")
+        stage.process([*peer.command, "work"], self._env)
+        eventually(lambda: list(self._gate.glob("ready.*")), what=f"{peer.name} is ready")
+        (self._gate / "go").touch()
+        self._submit(pauses(WARM_UP))
+
+    def pickup_ms(self, submissions: int) -> list[float]:
+        started, committed = self._submit(pauses(submissions))
+        return [(started[number] - at) / 1e6 for number, at in committed.items()]
+
+    def _submit(self, wanted: list[float]) -> tuple[dict[int, int], dict[int, int]]:
+        """When the worker began each of these jobs, and when its submission had returned."""
+        for path in self._gate.glob("submitted.*"):
+            path.unlink()
+        for path in self._gate.glob("start.*"):
+            path.write_text("")  # the worker goes on to write there
+        (self._gate / gate.PAUSES).write_text(json.dumps(wanted))
+        self._run("submit")
+        eventually(lambda: len(noted(self._gate, "start")) == len(wanted), what=self.peer.name)
+        return noted(self._gate, "start"), noted(self._gate, "submitted")
+
+    def _run(self, word: str) -> None:
+        program = self._stage.process([*self.peer.command, word], self._env)
+        if program.wait(120) != 0:
+            raise MeasureFailed(f"{self.peer.name} {word}: {program.log[-2000:]}")
+
+
+def noted(folder: Path, which: str) -> dict[int, int]:
+    """Instants by the number of the job, of lines that are whole."""
+    lines = [
+        line.split()
+        for path in folder.glob(f"{which}.*")
+        for line in path.read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
+    return {int(number): int(instant) for number, instant in lines}
+
+
 # --- the bare loop ---------------------------------------------------------------------------
 
 
-def bare_pickup_ms(url: str) -> list[float]:
+def bare_pickup_ms(url: str, submissions: int) -> list[float]:
     """The same of a process that listens, and claims with one statement."""
     conn = psycopg2.connect(url)
     conn.autocommit = True
@@ -104,11 +203,13 @@ def bare_pickup_ms(url: str) -> list[float]:
     with conn.cursor() as cursor:
         cursor.execute("DROP TABLE IF EXISTS bare_tasks;" + BARE_TABLE)
         spawn = multiprocessing.get_context("spawn")
-        listener = spawn.Process(target=listen_and_claim, args=(url, there), daemon=True)
+        listener = spawn.Process(
+            target=listen_and_claim, args=(url, there, submissions), daemon=True
+        )
         listener.start()
         here.recv()  # it listens
         committed = {}
-        for pause in pauses():
+        for pause in pauses(submissions):
             time.sleep(pause)
             cursor.execute(BARE_SUBMIT, (PAYLOAD,))
             committed_at = time.monotonic_ns()
@@ -120,7 +221,7 @@ def bare_pickup_ms(url: str) -> list[float]:
     return [(started[task_id] - at) / 1e6 for task_id, at in committed.items()]
 
 
-def listen_and_claim(url: str, pipe: Pipe) -> None:
+def listen_and_claim(url: str, pipe: Pipe, submissions: int) -> None:
     """Claim at each notification until all are claimed; then tell when each was."""
     conn = psycopg2.connect(url)
     conn.autocommit = True
@@ -128,7 +229,7 @@ def listen_and_claim(url: str, pipe: Pipe) -> None:
     with conn.cursor() as cursor:
         cursor.execute("LISTEN bare_tasks")
         pipe.send(None)
-        while len(started) < SUBMISSIONS:
+        while len(started) < submissions:
             select.select([conn], [], [])
             conn.poll()
             while conn.notifies:

@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from bench.common import BENCH_DIR, ROOT, Stage
+from bench.common import BENCH_DIR, ROOT, Stage, patience
 from local.output import say
 
 RESULTS = ROOT / "bench" / "results"
@@ -117,15 +117,21 @@ class Record:
 
 Measure = Callable[[Stage, Record, bool], None]  # the last: whether it is to be quick
 
+QUICK_QUIET_SECONDS = 10.0  # all that a quick measure waits for a quiet machine
+
 
 def run(measure: str, title: str, take: Measure, quick: bool = False) -> Record:
     """Take a measure on a stage of its own; print its table and write its file."""
     say(f"== {title}")
     record = Record(measure, title)
+    if quick:
+        record.note("quick: fewer repetitions")
+        patience.seconds = QUICK_QUIET_SECONDS
     try:
         with one_at_a_time(), Stage() as stage:
-            load = os.getloadavg()[0]
+            load, began = os.getloadavg()[0], time.monotonic()
             take(stage, record, quick)
+            record.note(f"it took {time.monotonic() - began:.0f} s")
             record.note(f"load of the machine: {load:.1f} before, {os.getloadavg()[0]:.1f} after")
     finally:
         if record.figures:

@@ -4,7 +4,7 @@
 # installed peers in $BENCH_DIR (by default a folder in the system's temporary one).
 #
 #   bench/run.sh                   everything
-#   bench/run.sh --quick           fewer repetitions, and shorter ones
+#   bench/run.sh --quick           fewer repetitions, and shorter ones; it says what it leaves out
 #   bench/run.sh --check           exit 1 if a goal is missed; the last line lists the ratios
 #   bench/run.sh drain submit      these measures only
 set -euo pipefail

@@ -14,7 +14,7 @@ import time
 
 import db
 from bench.common import Stage
-from bench.pickup import pickup_ms
+from bench.pickup import WARM_UP, pickup_ms
 from bench.report import Record, percentile, run
 from bench.tool import TOOLS, await_starts, connected, noop_step, noop_task
 from db import Connection
@@ -23,7 +23,7 @@ from queries.runs import NewRun, NewStep, submit_run
 STEPS = 1000
 CONCURRENCY = 100  # of the worker that drains; more is no faster
 REPETITIONS = 5
-QUICK_REPETITIONS = 3
+QUICK_REPETITIONS = 1
 
 STEPS_OF_RUN = "SELECT task_id FROM tasks WHERE parent_id = %(run_id)s ORDER BY task_id"
 SPAN = """
@@ -40,7 +40,7 @@ def measure(stage: Stage, record: Record, quick: bool) -> None:
     url = stage.database()
     with connected(url) as conn:
         patient = stage.worker(url, tools=TOOLS)
-        pickup_ms(conn)
+        pickup_ms(conn, WARM_UP)
         for _ in range(repetitions):
             measure_chain(conn, record)
         stage.end(patient)

@@ -1,7 +1,7 @@
 """Sum up bench/results for docs/performance.md and for the next reader: python -m bench.summary
 
-Writes bench/results/summary.json, which is kept with the code, and prints the tables. A measure
-that has no file here now keeps what the summary said of it.
+Writes bench/results/summary.json, which is kept with the code, draws it into docs/plots, and prints
+the tables. A measure that has no file here now keeps what the summary said of it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from bench.plots import draw
 from bench.report import RESULTS, SUMMARY, Spread
 from local.output import say
 
@@ -60,5 +61,7 @@ def summarise(folder: Path = RESULTS) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for result in summarise().values():
+    summary = summarise()
+    draw(summary)
+    for result in summary.values():
         say("\n".join(table(result)))

@@ -1,6 +1,6 @@
 // graphile-worker with the settings of its own page on performance: 24 jobs at a time, a local
 // queue of 500, completions in batches. A job that is done is deleted.
-//   node graphile_noop.js install | fill N | work
+//   node graphile_noop.js install | fill N | work | submit
 const fs = require('fs');
 const path = require('path');
 const { run, makeWorkerUtils, Logger } = require('graphile-worker');
@@ -23,9 +23,14 @@ async function start() {
   while (!fs.existsSync(gate('go'))) await new Promise((wake) => setTimeout(wake, 2));
 }
 
+const note = (which, seq, instant) =>
+  fs.appendFileSync(gate(`${which}.${process.pid}`), `${seq} ${instant}\n`);
+
 let isFirst = true;
 async function noop(payload) {
-  if (isFirst) {
+  if (process.env.BENCH_EACH) {
+    note('start', payload.seq, process.hrtime.bigint());
+  } else if (isFirst) {
     isFirst = false;
     fs.writeFileSync(gate(`first.${process.pid}`), String(process.hrtime.bigint()));
   }
@@ -40,6 +45,15 @@ async function fill(utils, jobs) {
   }
 }
 
+async function submit(utils) {
+  const pauses = JSON.parse(fs.readFileSync(gate('pauses.json')));
+  for (const [seq, pause] of pauses.entries()) {
+    await new Promise((wake) => setTimeout(wake, 1000 * pause));
+    await utils.addJob('noop', { seq, pad: 'x'.repeat(176) });
+    note('submitted', seq, process.hrtime.bigint());
+  }
+}
+
 (async () => {
   if (process.argv[2] === 'work') {
     await start();
@@ -50,5 +64,6 @@ async function fill(utils, jobs) {
   const utils = await makeWorkerUtils({ preset });
   await utils.migrate();
   if (process.argv[2] === 'fill') await fill(utils, Number(process.argv[3]));
+  if (process.argv[2] === 'submit') await submit(utils);
   await utils.release();
 })();

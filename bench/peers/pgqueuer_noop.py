@@ -40,19 +40,25 @@ async def fill(jobs: int) -> None:
 
 
 async def work() -> None:
-    queue, first = PgQueuer(await driver()), gate.FirstJob()
+    queue, begin = PgQueuer(await driver()), gate.at_begin()
 
     async def noop(job: Any) -> None:
-        first.begin()
-        json.loads(job.payload)
+        begin(json.loads(job.payload)["seq"])
 
     queue.entrypoint("noop")(noop)
     gate.wait()
     await queue.run(batch_size=BATCH)
 
 
+async def submit() -> None:
+    queries, submitted = Queries(await driver()), gate.Instants("submitted")
+    for number in gate.paused_numbers():
+        await queries.enqueue("noop", json.dumps({"seq": number, "pad": PAD}).encode())
+        submitted.note(number)
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "fill":
         uvloop.run(fill(int(sys.argv[2])))
     else:
-        uvloop.run(install() if sys.argv[1] == "install" else work())
+        uvloop.run({"install": install, "work": work, "submit": submit}[sys.argv[1]]())

@@ -8,6 +8,7 @@ import json
 import re
 import resource
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -146,6 +147,32 @@ def test_each_event_is_written_out_once_however_many_watch(
             watcher.until_end()
     transitions = [data["id"] for data in written if "cursor" in data]
     assert transitions == watchers[0].ids()
+
+
+def test_what_comes_while_a_feed_rests_goes_out_together(
+    settings: Settings, conn: db.Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"tool_call.s{number}" for number in range(10)]
+    told: list[int] = []
+    pass_on = feeds.Feed._pass_on
+
+    def counted(feed: feeds.Feed, batch: feeds.Batch) -> None:
+        told.append(len(batch.events))
+        pass_on(feed, batch)
+
+    monkeypatch.setattr(feeds, "REST_SECONDS", 2.0)
+    monkeypatch.setattr(feeds.Feed, "_pass_on", counted)
+    run_id = runs.submit(conn, {name: [] for name in names})
+    with Served(settings) as served:
+        watcher = watch(served, run_id)
+        began = time.monotonic()
+        for name in names:
+            runs.finish(conn, run_id, name)
+        seconds = time.monotonic() - began
+        watcher.until_end()
+    together = [number for number in told if number]
+    assert sum(together) == len(watcher.ids()) == 2 * len(names) + 1
+    assert len(together) <= 2 + seconds / 2
 
 
 # --- nothing is left -------------------------------------------------------------------------
