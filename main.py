@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Header, Query, Response
 from fastapi.concurrency import run_in_threadpool
+from pydantic import TypeAdapter
 
 import db
 from api import (
@@ -34,10 +35,11 @@ from api.callbacks import check_callback_url
 from api.changes import Changes
 from api.connections import TransportInScope, cared_for
 from api.database import Database
+from api.direct import Direct, DirectRoute
 from api.feeds import Feeds
 from api.gate import Gate
 from api.keys import Keys
-from api.models import Metrics, Problem, Task, TaskStatus, task_view
+from api.models import AnyTask, Batch, Metrics, Problem, Task, TaskStatus, task_view
 from api.origins import OwnPagesOnly
 from api.problems import handle_problems
 from api.quotas import Quotas
@@ -82,6 +84,13 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 
     app = FastAPI(title="Agent Orchestrator", lifespan=lifespan)
     limits = settings.limits
+    app.add_middleware(
+        Direct,
+        routes={
+            "/tasks": DirectRoute(submit_task, TypeAdapter(AnyTask)),
+            "/tasks/batch": DirectRoute(operations.post_batch, TypeAdapter(Batch)),
+        },
+    )
     app.add_middleware(
         BodyLimit, max_bytes=limits.max_body_bytes, max_values=limits.max_body_values
     )
