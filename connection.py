@@ -25,6 +25,7 @@ from errors import DatabaseUnavailable
 
 Row = dict[str, Any]
 Cursor = psycopg2.extras.RealDictCursor  # its rows are dicts
+TupleCursor = psycopg2.extensions.cursor
 
 
 class Connection(psycopg2.extensions.connection):
@@ -143,6 +144,15 @@ def fetch(conn: Connection, statement: str, values: Mapping[str, Any] | None = N
         # Several statements in one message are one implicit transaction.
         cursor.execute(_limits(conn) + statement, values or {})
         return [dict(row) for row in cursor] if cursor.description else []
+
+
+def fetch_tuples(
+    conn: Connection, statement: str, values: Mapping[str, Any]
+) -> list[tuple[Any, ...]]:
+    """The same with rows as tuples, which for many rows cost a fifth of dicts."""
+    with unavailable_in_plain_words(), conn.cursor(cursor_factory=TupleCursor) as cursor:
+        cursor.execute(_limits(conn) + statement, values)
+        return cursor.fetchall()
 
 
 @contextmanager
