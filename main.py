@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -217,3 +218,8 @@ try:
     app = create_app()
 except ConfigError as refused:
     raise SystemExit(f"The API does not start. {refused}") from None
+
+# What was made until here stays, and the garbage collector need not look through it again and again
+# while a large body is being read.
+gc.collect()
+gc.freeze()

@@ -38,8 +38,8 @@ async def post_batch(
     """Submit up to limits.max_batch_tasks tasks: all of them are stored, or none is."""
     stored = await run_in_threadpool(store_batch, body, tenant, idempotency_key, services)
     mark_replay(response, stored[0])
-    shown = [TaskStatus(task_id=one.shown_as, status=Status(one.status)) for one in stored]
-    return BatchStatus(tasks=shown)
+    shown = [{"task_id": one.shown_as, "status": one.status} for one in stored]
+    return BatchStatus.model_validate({"tasks": shown})
 
 
 @router.delete("/tasks/{task_id}", responses={202: {"model": TaskStatus}})
