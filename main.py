@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Header, Query, Response
 from fastapi.concurrency import run_in_threadpool
+from pydantic import TypeAdapter
 
 import db
 from api import (
@@ -34,10 +36,11 @@ from api.callbacks import check_callback_url
 from api.changes import Changes
 from api.connections import TransportInScope, cared_for
 from api.database import Database
+from api.direct import Direct, DirectRoute
 from api.feeds import Feeds
 from api.gate import Gate
 from api.keys import Keys
-from api.models import Metrics, Problem, Task, TaskStatus, task_view
+from api.models import AnyTask, Batch, Metrics, Problem, Task, TaskStatus, task_view
 from api.origins import OwnPagesOnly
 from api.problems import handle_problems
 from api.quotas import Quotas
@@ -82,6 +85,13 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 
     app = FastAPI(title="Agent Orchestrator", lifespan=lifespan)
     limits = settings.limits
+    app.add_middleware(
+        Direct,
+        routes={
+            "/tasks": DirectRoute(submit_task, TypeAdapter(AnyTask)),
+            "/tasks/batch": DirectRoute(operations.post_batch, TypeAdapter(Batch)),
+        },
+    )
     app.add_middleware(
         BodyLimit, max_bytes=limits.max_body_bytes, max_values=limits.max_body_values
     )
@@ -208,3 +218,8 @@ try:
     app = create_app()
 except ConfigError as refused:
     raise SystemExit(f"The API does not start. {refused}") from None
+
+# What was made until here stays, and the garbage collector need not look through it again and again
+# while a large body is being read.
+gc.collect()
+gc.freeze()

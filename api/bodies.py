@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from api.headers import header
 from api.problems import BODY_TOO_LARGE, problem
 
 
@@ -25,7 +25,7 @@ class BodyLimit:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        announced = Headers(scope=scope).get("content-length", "0")
+        announced = header(scope, b"content-length") or "0"
         if announced.isascii() and announced.isdigit() and int(announced) > self._max_bytes:
             await problem(413, BODY_TOO_LARGE)(scope, receive, send)
             return

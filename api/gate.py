@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from urllib.parse import parse_qs
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from api.headers import header
 from api.keys import Keys
 from api.problems import answer_to
 from errors import OrchestratorError
@@ -58,7 +58,7 @@ def path_of(scope: Scope) -> str:
 
 
 async def key_of(scope: Scope, keys: Keys) -> ApiKey | None:
-    presented = Headers(scope=scope).get("x-api-key")
+    presented = header(scope, b"x-api-key")
     if presented is None and EVENTS.fullmatch(path_of(scope)):
         tickets = parse_qs(scope["query_string"].decode("latin-1")).get("ticket")
         if tickets:
@@ -70,5 +70,7 @@ def whose_share(scope: Scope, key: ApiKey | None) -> str | None:
     """The tenant whose requests are counted; None: an operator's, or one that is refused anyway."""
     if key is not None:
         return key.tenant
-    tenant = Headers(scope=scope).get("x-tenant-id", "default")
+    tenant = header(scope, b"x-tenant-id")
+    if tenant is None:
+        return "default"
     return tenant if TENANT.fullmatch(tenant) else None

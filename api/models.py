@@ -14,10 +14,8 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
-    SerializerFunctionWrapHandler,
     StrictBool,
     Tag,
-    model_serializer,
     model_validator,
 )
 
@@ -108,6 +106,10 @@ class Body(BaseModel):
             raise ValueError(f"it has {len(value)} fields; none has more than {MOST_FIELDS}")
         return value
 
+    def as_hashed(self) -> dict[str, Any]:
+        """What the hash beside an Idempotency-Key is made of."""
+        return self.model_dump(mode="json")
+
 
 class TaskBody(Body):
     """What a prompt and an agent job have in common."""
@@ -122,13 +124,13 @@ class TaskBody(Body):
     metadata: Json | None = None
     callback_url: Text | None = Field(None, description="who is told of its end")
 
-    @model_serializer(mode="wrap")
-    def as_before_callbacks(self, usual: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without one, a body has the hash that it had before there were any."""
-        written: dict[str, Any] = usual(self)
+    def as_hashed(self) -> dict[str, Any]:
+        """Its fields, which are JSON already. Without a callback_url, a body has the hash that it
+        had before there were any."""
+        fields = dict(vars(self), delay_seconds=float(self.delay_seconds))
         if self.callback_url is None:
-            written.pop("callback_url", None)
-        return written
+            del fields["callback_url"]
+        return fields
 
 
 class PromptTask(TaskBody):
@@ -178,6 +180,9 @@ class Batch(Body):
     """The body of POST /tasks/batch."""
 
     tasks: Annotated[list[AnyTask], BeforeValidator(few_items), Field(min_length=1)]
+
+    def as_hashed(self) -> dict[str, Any]:
+        return {"tasks": [task.as_hashed() for task in self.tasks]}
 
 
 class Approval(Body):
@@ -311,6 +316,9 @@ def worker_view(row: dict[str, Any]) -> WorkerSeen:
     return WorkerSeen(**{**row, **times})
 
 
+_compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
 def json_bytes(value: Any) -> int:
     """The size of a JSON value as it would be sent."""
-    return len(json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode())
+    return len(_compact.encode(value).encode())

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, Response
+from fastapi.concurrency import run_in_threadpool
 
 from api.callbacks import check_callback_urls
 from api.models import AgentTask, Approval, Batch, BatchStatus, Problem, TaskStatus
 from api.requests import IdempotencyKey, idempotency, mark_replay, new_task, refused_fields
-from api.services import Services
+from api.services import ApiServices, Services
 from api.tenants import Tenant
 from config import Limits, Settings
-from db import NewTask
+from db import NewTask, Submitted
 from errors import FieldRefused, NameInUse, TooLarge
 from queries.operations import (
     approve_task,
@@ -27,7 +28,7 @@ router = APIRouter(
 
 
 @router.post("/tasks/batch", status_code=201, responses={413: {"model": Problem}})
-def post_batch(
+async def post_batch(
     body: Batch,
     response: Response,
     services: Services,
@@ -35,19 +36,10 @@ def post_batch(
     idempotency_key: IdempotencyKey = None,
 ) -> BatchStatus:
     """Submit up to limits.max_batch_tasks tasks: all of them are stored, or none is."""
-    tasks = batch_tasks(body, tenant, idempotency_key, services.settings)
-    urls = {f"tasks.{index}.callback_url": task.callback_url for index, task in enumerate(tasks)}
-    check_callback_urls(urls, tenant, services)
-    services.quotas.add_tasks(tenant, len(tasks))
-    try:
-        stored = services.database.run(submit_batch, tasks)
-    except NameInUse as taken:
-        index = next(index for index, task in enumerate(tasks) if task.name == taken.name)
-        taken.field = f"tasks.{index}.task_id"
-        raise
+    stored = await run_in_threadpool(store_batch, body, tenant, idempotency_key, services)
     mark_replay(response, stored[0])
-    shown = [TaskStatus(task_id=one.shown_as, status=Status(one.status)) for one in stored]
-    return BatchStatus(tasks=shown)
+    shown = [{"task_id": one.shown_as, "status": one.status} for one in stored]
+    return BatchStatus.model_validate({"tasks": shown})
 
 
 @router.delete("/tasks/{task_id}", responses={202: {"model": TaskStatus}})
@@ -83,6 +75,21 @@ def post_requeue(task_id: str, services: Services, tenant: Tenant) -> TaskStatus
 
 
 # --- helpers of the routes above -------------------------------------------------------------
+
+
+def store_batch(
+    body: Batch, tenant: str, key: str | None, services: ApiServices
+) -> list[Submitted]:
+    tasks = batch_tasks(body, tenant, key, services.settings)
+    urls = {f"tasks.{index}.callback_url": task.callback_url for index, task in enumerate(tasks)}
+    check_callback_urls(urls, tenant, services)
+    services.quotas.add_tasks(tenant, len(tasks))
+    try:
+        return services.database.run(submit_batch, tasks)
+    except NameInUse as taken:
+        index = next(index for index, task in enumerate(tasks) if task.name == taken.name)
+        taken.field = f"tasks.{index}.task_id"
+        raise
 
 
 def batch_tasks(body: Batch, tenant: str, key: str | None, settings: Settings) -> list[NewTask]:

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from api.headers import header
 from api.problems import problem
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
@@ -42,7 +43,8 @@ class OwnPagesOnly:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         changes = scope["type"] == "http" and scope["method"] not in ONLY_LOOK
-        if changes and not is_of_our_page(Headers(scope=scope)):
+        from_a_page = changes and header(scope, b"origin") is not None
+        if from_a_page and not is_of_our_page(Headers(scope=scope)):
             await problem(403, OTHER_PAGE)(scope, receive, send)
             return
         await self._app(scope, receive, send)

@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from api.models import AGENT_TASK, PROMPT_TASK, AgentTask
 from errors import (
@@ -121,6 +122,12 @@ def _words_of_two_bodies(error: Any) -> str | None:
 
 
 async def _http(request: Request, error: HTTPException) -> JSONResponse:
+    return http_answer(request.scope, error)
+
+
+def http_answer(scope: Scope, error: HTTPException) -> JSONResponse:
+    """What a request is answered that the web framework, or the limit of bodies, has refused."""
+    request = Request(scope)
     words = {
         404: "not found",
         405: f"{request.method} is not possible on {request.url.path}",

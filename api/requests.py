@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 from fastapi import Body, Header, Response
-from pydantic import BaseModel
 
 from api.models import AgentJob, AgentTask, AnyTask, PromptTask, json_bytes
+from api.models import Body as RequestBody
 from api.words import quoted, some
 from config import Limits, Settings
 from db import NewTask, Submitted, canonical_hash
@@ -42,12 +42,12 @@ TaskOfRequest = Annotated[AnyTask, Body(openapi_examples=EXAMPLES)]
 def new_task(body: AnyTask, tenant: str, settings: Settings, **fields: Any) -> NewTask:
     """The task that `body` asks for; `fields` are those of a NewTask that no body has."""
     if isinstance(body, AgentTask):
-        fields |= {"kind": Kind.AGENT, "payload": agent_payload(body, settings)}
-        fields |= {"name": body.task_id}
+        fields |= {"payload": agent_payload(body, settings), "name": body.task_id}
     else:
-        fields |= {"kind": Kind.PROMPT, "payload": {"prompt": body.prompt}}
+        fields["payload"] = {"prompt": body.prompt}
     return NewTask(
         tenant=tenant,
+        kind=Kind.AGENT if isinstance(body, AgentTask) else Kind.PROMPT,
         callback_url=body.callback_url,
         metadata=body.metadata,
         priority=body.priority,
@@ -102,13 +102,13 @@ def _too_long(field: str, text: str, limits: Limits) -> Iterator[RequestRefused]
         yield TooLarge(f"it is longer than {most}", field)
 
 
-def idempotency(scope: str, key: str | None, body: BaseModel) -> dict[str, Any]:
+def idempotency(scope: str, key: str | None, body: RequestBody) -> dict[str, Any]:
     """The three fields of a NewTask that make a repeated request find what the first has made."""
     if key is None:
         return {}
     if not (1 <= len(key) <= 255 and key.isascii() and key.isprintable()):
         raise RequestRefused("Idempotency-Key is to be 1 to 255 printable ASCII characters")
-    digest = canonical_hash(body.model_dump(mode="json"))
+    digest = canonical_hash(body.as_hashed())
     return {"idempotency_scope": scope, "idempotency_key": key, "request_hash": digest}
 
 

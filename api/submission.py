@@ -3,6 +3,10 @@
 A lone request is written at once; while it is, others gather and go together. What is
 acknowledged is committed. One item that is bad, or whose key another transaction holds, is
 tried again alone and holds up no other. One with a name goes alone at once: it may well be taken.
+
+Requests live on the event loop, and what stores them on threads. Both ways between them are taken
+once for many: what one turn of the loop has brought goes to the writer as one list, and the
+answers to a batch come back in one call.
 """
 
 from __future__ import annotations
@@ -10,9 +14,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import queue
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, SimpleQueue
 
 import psycopg2
 import psycopg2.errors
@@ -21,7 +26,7 @@ import db
 from api.database import Database
 from connection import impatient
 from db import Answer, NewTask, Submitted
-from errors import DatabaseUnavailable, OrchestratorError
+from errors import DatabaseUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +44,7 @@ BLOCKED = (
     psycopg2.errors.SerializationFailure,
 )
 
-Item = tuple[NewTask, "Future[Submitted]"]
+Item = tuple[NewTask, "asyncio.Future[Submitted]"]
 
 
 class SubmitWriter:
@@ -47,56 +52,71 @@ class SubmitWriter:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._waiting: queue.Queue[Item | None] = queue.Queue(MOST_WAITING)
-        self._places_for_named = threading.BoundedSemaphore(MOST_WAITING)
+        # These three are touched by the loop's thread only.
+        self._gathered: list[Item] = []
+        self._unnamed = self._named = 0  # how many are not answered yet
+        self._waiting: SimpleQueue[list[Item] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._write_all, name="submit-writer", daemon=True)
         self._alone = ThreadPoolExecutor(THREADS_FOR_LONE_ITEMS, "submit-alone")
         self._patient = ThreadPoolExecutor(THREADS_FOR_BLOCKED_ITEMS, "submit-blocked")
 
     def open(self) -> None:
+        """On the event loop that `submit` will be called on."""
+        self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def close(self) -> None:
-        """Store what waits, then end."""
+        """Store what waits, then end; on another thread, for the loop has to tell the answers."""
         self._waiting.put(None)
         self._thread.join()
         self._alone.shutdown()
         self._patient.shutdown()
 
     async def submit(self, task: NewTask) -> Submitted:
-        """Return when it is committed; raises KeyReused, NameInUse or DatabaseUnavailable."""
-        stored: Future[Submitted] = Future()
+        """Return when it is committed; raises KeyReused, NameInUse or DatabaseUnavailable.
+
+        A client that hangs up takes nothing back: what was handed over here is written.
+        """
+        stored: asyncio.Future[Submitted] = self._loop.create_future()
         if task.name is None:
-            try:
-                self._waiting.put_nowait((task, stored))
-            except queue.Full:
-                raise DatabaseUnavailable(TOO_MANY) from None
-        else:
-            if not self._places_for_named.acquire(blocking=False):
+            if self._unnamed >= MOST_WAITING:
                 raise DatabaseUnavailable(TOO_MANY)
-            stored.add_done_callback(lambda _: self._places_for_named.release())
+            self._unnamed += 1
+            if not self._gathered:
+                self._loop.call_soon(self._hand_over)
+            self._gathered.append((task, stored))
+        else:
+            if self._named >= MOST_WAITING:
+                raise DatabaseUnavailable(TOO_MANY)
+            self._named += 1
             self._alone.submit(self._write_alone, (task, stored))
-        # Shielded: a client that hangs up must not take back what is being written.
-        return await asyncio.shield(asyncio.wrap_future(stored))
+        return await stored
+
+    def _hand_over(self) -> None:
+        """Give the writer what has come in this turn of the loop."""
+        self._waiting.put(self._gathered)
+        self._gathered = []
+
+    # --- on the writer's thread ---
 
     def _write_all(self) -> None:
         while (first := self._waiting.get()) is not None:
             batch, ended = self._gather(first)
-            self._write(batch)
+            for start in range(0, len(batch), LARGEST_BATCH):
+                self._write(batch[start : start + LARGEST_BATCH])
             if ended:
                 return
 
-    def _gather(self, first: Item) -> tuple[list[Item], bool]:
-        """`first` and what else waits by now; whether the end was among it."""
-        batch = [first]
+    def _gather(self, batch: list[Item]) -> tuple[list[Item], bool]:
+        """`batch` and what else waits by now; whether the end was among it."""
         while len(batch) < LARGEST_BATCH:
             try:
-                item = self._waiting.get_nowait()
-            except queue.Empty:
+                items = self._waiting.get_nowait()
+            except Empty:
                 break
-            if item is None:
+            if items is None:
                 return batch, True
-            batch.append(item)
+            batch += items
         return batch, False
 
     def _write(self, batch: list[Item]) -> None:
@@ -107,26 +127,27 @@ class SubmitWriter:
                 for item in batch:
                     self._alone.submit(self._write_alone, item)
             else:
-                for _, stored in batch:
-                    stored.set_exception(failed)
+                self._tell(batch, [failed] * len(batch))
         else:
-            _tell(batch, answers)
+            self._tell(batch, answers)
+
+    # --- on any of the threads ---
 
     def _write_alone(self, item: Item) -> None:
         """Store one item of a batch that could not be stored; if it is blocked, wait elsewhere."""
         try:
-            _tell([item], self._store([item[0]], IMPATIENT_SECONDS))
+            self._tell([item], self._store([item[0]], IMPATIENT_SECONDS))
         except Exception as failed:
             if isinstance(failed.__cause__, psycopg2.errors.LockNotAvailable):
                 self._patient.submit(self._write_patiently, item)
             else:
-                item[1].set_exception(failed)
+                self._tell([item], [failed])
 
     def _write_patiently(self, item: Item) -> None:
         try:
-            _tell([item], self._store([item[0]]))
+            self._tell([item], self._store([item[0]]))
         except Exception as failed:
-            item[1].set_exception(failed)
+            self._tell([item], [failed])
 
     def _store(self, tasks: list[NewTask], lock_timeout_seconds: float = math.inf) -> list[Answer]:
         with (
@@ -135,6 +156,24 @@ class SubmitWriter:
         ):
             return db.submit_tasks(conn, tasks)
 
+    def _tell(self, batch: list[Item], answers: Sequence[Answer | Exception]) -> None:
+        self._loop.call_soon_threadsafe(self._told, batch, answers)
+
+    # --- on the loop again ---
+
+    def _told(self, batch: list[Item], answers: Sequence[Answer | Exception]) -> None:
+        for (task, stored), answer in zip(batch, answers, strict=True):
+            if task.name is None:
+                self._unnamed -= 1
+            else:
+                self._named -= 1
+            if stored.done():  # cancelled: nobody waits for it any more
+                continue
+            if isinstance(answer, Exception):
+                stored.set_exception(answer)
+            else:
+                stored.set_result(answer)
+
 
 def _blames_one_item(failed: Exception) -> bool:
     """Whether Postgres refused a batch for what is in it; then nothing of it was stored."""
@@ -142,11 +181,3 @@ def _blames_one_item(failed: Exception) -> bool:
     if isinstance(cause, BLOCKED):
         return True
     return isinstance(cause, psycopg2.Error) and not isinstance(failed, DatabaseUnavailable)
-
-
-def _tell(batch: list[Item], answers: list[Answer]) -> None:
-    for (_, stored), answer in zip(batch, answers, strict=True):
-        if isinstance(answer, OrchestratorError):
-            stored.set_exception(answer)
-        else:
-            stored.set_result(answer)

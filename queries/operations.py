@@ -8,10 +8,10 @@ What is done to a step is carried on to its run, whose row is locked before: que
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from connection import Connection, Cursor, Row, fetch, transaction
-from db import NewTask, Submitted, referred_to, submit_tasks_in_tx, taken_name_told
+from db import NewTask, Submitted, referred_to, submit_batch_in_tx, taken_name_told
 from errors import (
     FieldRefused,
     KeyReused,
@@ -41,22 +41,20 @@ def submit_batch(conn: Connection, tasks: Sequence[NewTask]) -> list[Submitted]:
     another body. Of two that come at once with one key, the second waits for the first. NameInUse
     if one of the tasks has the name of another that has not ended.
     """
-    first, *rest = tasks
-    batch = [first, *(replace(task, is_behind_first=True) for task in rest)]
     while True:
-        if before := _batch_of_key(conn, first):
+        if before := _batch_of_key(conn, tasks[0]):
             return before
         try:
             with transaction(conn) as cursor:
-                stored = submit_tasks_in_tx(cursor, batch)
-                if len(stored) < len(batch):
+                stored = submit_batch_in_tx(cursor, tasks)
+                if len(stored) < len(tasks):
                     raise _KeyTaken
                 return stored
         except _KeyTaken:
             pass  # by a holder who may have rolled back meanwhile: look again, then insert again
         except NameInUse:
             # Of two that come at once with one key, the second may meet the first's names first.
-            if before := _batch_of_key(conn, first):
+            if before := _batch_of_key(conn, tasks[0]):
                 return before
             raise
 

@@ -392,7 +392,7 @@ def test_a_key_of_a_batch_with_another_body_is_refused(conn: Connection) -> None
 def test_a_batch_that_meets_its_double_waits_and_makes_no_second_one(connect: Connect) -> None:
     first, second, witness = connect(), connect(), connect()
     with db.transaction(first) as cursor:
-        stored = db.submit_tasks_in_tx(cursor, batch("a", key="k"))
+        stored = db.submit_batch_in_tx(cursor, batch("a", key="k"))
         double = Meanwhile(submit_batch, second, batch("a", key="k"))
         eventually(lambda: someone_waits_for_a_lock(witness))
     assert double.result() == [Submitted(stored[0].task_id, "PENDING", replayed=True)]
@@ -401,7 +401,7 @@ def test_a_batch_that_meets_its_double_waits_and_makes_no_second_one(connect: Co
 def test_a_batch_whose_double_rolls_back_is_stored_itself(connect: Connect) -> None:
     first, second, witness = connect(), connect(), connect()
     with contextlib.suppress(ZeroDivisionError), db.transaction(first) as cursor:
-        db.submit_tasks_in_tx(cursor, batch("a", key="k"))
+        db.submit_batch_in_tx(cursor, batch("a", key="k"))
         double = Meanwhile(submit_batch, second, batch("a", "b", key="k"))
         eventually(lambda: someone_waits_for_a_lock(witness))
         raise ZeroDivisionError

@@ -346,10 +346,12 @@ def of_the_api(here: events.Position) -> dict[str, Ask]:
     now = {"root_id": 4711, "before": here.now, "now": here.now, "last_id": 0, "most": 500}
     old = {**now, "before": A_SNAPSHOT, "now": A_SNAPSHOT}
     submit = {"tasks": json.dumps(SUBMIT)}
+    submit_one = db._as_values(rows.new_task(tenant="tenant-7"))
     decide = {"task_id": 60_000, "approved": True, "feedback": None, "artefact": "x"}
     job = {"number": A_JOB, "name": None, "task_id": A_JOB, "limit": 20, "most_bytes": 2**20}
     return {
         "submit 20": (db.SUBMIT_TASKS, submit, 1000, 20),
+        "submit 1": (db.SUBMIT_TASK, submit_one, 50, 0),
         "the tasks of 20 keys": (db.FIRST_OF_KEYS, submit, 160, 20),
         "get by number": (db.GET_TASK, by_number, 120, 1),
         "get by name": (db.GET_TASK, by_name, 120, 1),

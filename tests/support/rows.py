@@ -194,7 +194,7 @@ def finish(conn: Connection, task_id: int, verdict: str = "succeeded", **fields:
 
 def request_hash(**body: Any) -> bytes:
     """What POST /tasks stores of such a body."""
-    return db.canonical_hash(PromptTask(**body).model_dump(mode="json"))
+    return db.canonical_hash(PromptTask(**body).as_hashed())
 
 
 def insert_as(conn: Connection, status: str) -> int:
