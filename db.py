@@ -9,7 +9,6 @@ reaches Postgres is in connection.py, whose names can be had from here as well.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +38,6 @@ __all__ = [
     "NewTask",
     "Row",
     "Submitted",
-    "canonical_hash",
     "connect",
     "enqueue",
     "fetch",
@@ -58,13 +56,7 @@ __all__ = [
 ]
 
 
-def canonical_hash(body: Mapping[str, Any]) -> bytes:
-    """A digest of a validated request body in which the order of keys does not matter."""
-    return hashlib.sha256(_canonical.encode(body).encode()).digest()
-
-
 # json.dumps would make another for each call.
-_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True)
 _compact = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from fastapi import Body, Header, Response
@@ -11,7 +13,7 @@ from api.models import AgentJob, AgentTask, AnyTask, PromptTask, json_bytes
 from api.models import Body as RequestBody
 from api.words import quoted, some
 from config import Limits, Settings
-from db import NewTask, Submitted, canonical_hash
+from db import NewTask, Submitted
 from errors import FieldRefused, RequestRefused, TooLarge
 from states import Kind
 
@@ -110,6 +112,15 @@ def idempotency(scope: str, key: str | None, body: RequestBody) -> dict[str, Any
         raise RequestRefused("Idempotency-Key is to be 1 to 255 printable ASCII characters")
     digest = canonical_hash(body.as_hashed())
     return {"idempotency_scope": scope, "idempotency_key": key, "request_hash": digest}
+
+
+# json.dumps would make another for each call.
+_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+def canonical_hash(body: Mapping[str, Any]) -> bytes:
+    """A digest of a validated request body in which the order of keys does not matter."""
+    return hashlib.sha256(_canonical.encode(body).encode()).digest()
 
 
 def mark_replay(response: Response, submitted: Submitted) -> None:

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 import db
+from api.requests import canonical_hash
 from config import Settings
 from db import Connection
 from tests.conftest import settings_for
@@ -78,10 +79,10 @@ OLD_BODY = {
 def test_a_key_of_before_there_were_callbacks_still_finds_its_task(
     client: Client, conn: Connection
 ) -> None:
-    old = {"idempotency_key": "k", "request_hash": db.canonical_hash(OLD_BODY)}
+    old = {"idempotency_key": "k", "request_hash": canonical_hash(OLD_BODY)}
     task_id = rows.submit(conn, tenant=client.tenant, idempotency_scope="tasks", **old)
     assert_replay(client.post(BODY, key="k"), task_id)
-    old = {"idempotency_key": "k", "request_hash": db.canonical_hash({"tasks": [OLD_BODY]})}
+    old = {"idempotency_key": "k", "request_hash": canonical_hash({"tasks": [OLD_BODY]})}
     task_id = rows.submit(conn, tenant=client.tenant, idempotency_scope="batch", **old)
     headers = {"X-Tenant-Id": client.tenant, "Idempotency-Key": "k"}
     again = client.http.post("/tasks/batch", json={"tasks": [BODY]}, headers=headers)

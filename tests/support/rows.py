@@ -13,6 +13,7 @@ from typing import Any
 
 import db
 from api.models import PromptTask
+from api.requests import canonical_hash
 from config import Retry
 from db import Connection, NewTask, Row
 from queries import claims, leases
@@ -194,7 +195,7 @@ def finish(conn: Connection, task_id: int, verdict: str = "succeeded", **fields:
 
 def request_hash(**body: Any) -> bytes:
     """What POST /tasks stores of such a body."""
-    return db.canonical_hash(PromptTask(**body).as_hashed())
+    return canonical_hash(PromptTask(**body).as_hashed())
 
 
 def insert_as(conn: Connection, status: str) -> int:
