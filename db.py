@@ -250,13 +250,11 @@ def _first_of_keys(
 ) -> dict[int, Answer]:
     found: dict[int, Answer] = {}
     for row in fetch(conn, FIRST_OF_KEYS, {"tasks": _as_json(tasks, ordinals)}):
-        digest = tasks[row["ordinal"]].request_hash
-        same_body = digest is not None and row["request_hash"] == digest.hex()
-        found[row["ordinal"]] = (
-            Submitted(row["task_id"], row["status"], True, row["name"])
-            if same_body
-            else KeyReused()
-        )
+        ordinal, digest = row["ordinal"], tasks[row["ordinal"]].request_hash
+        if digest is not None and row["request_hash"] == digest.hex():
+            found[ordinal] = Submitted(row["task_id"], row["status"], True, row["name"])
+        else:
+            found[ordinal] = KeyReused()
     return found
 
 
