@@ -210,8 +210,10 @@ CREATE INDEX tasks_to_claim ON tasks (requested_route, tenant, priority DESC, ta
 CREATE INDEX tasks_to_claim_alone ON tasks (task_id) WHERE due AND alone;
 -- mark_due and the sleep of an idle worker: what becomes due next.
 CREATE INDEX tasks_to_wait_for ON tasks (available_at) WHERE status = 'PENDING' AND NOT due;
--- reap_tasks and --drain: what is leased. The lease itself is in no index, so a heartbeat is HOT.
-CREATE INDEX tasks_leased ON tasks (task_id) WHERE status = 'RUNNING';
+-- reap_tasks and --drain: what is leased. The lease itself is in no index, so a heartbeat is HOT. Written
+-- so that the planner cannot conclude it from status = 'RUNNING': it takes this index for empty, and a
+-- settle of one batch would read all that is leased, and has been since the last vacuum.
+CREATE INDEX tasks_leased ON tasks (task_id) WHERE CASE WHEN status = 'RUNNING' THEN true END;
 -- submit_tasks: the constraint behind Idempotency-Key.
 CREATE UNIQUE INDEX tasks_idempotency ON tasks (tenant, idempotency_scope, idempotency_key)
     WHERE idempotency_key IS NOT NULL;
@@ -259,26 +261,26 @@ RETURN coalesce(char_length(coalesce(payload ->> 'prompt', payload ->> 'task')),
 CREATE FUNCTION due_tenants(routes text[], after_tenant text, at_most integer)
 RETURNS TABLE (place integer, tenant text) LANGUAGE plpgsql STABLE AS $$
 DECLARE
-    came_round boolean := false;
+    last_tenant text := '~';  -- sorts behind every name
 BEGIN
     place := 0;
     tenant := after_tenant;
     WHILE place < at_most LOOP
+        -- Both bounds are the index's: a condition beside them would be asked of each row in turn.
         SELECT min(first_of_route.tenant) INTO tenant
         FROM unnest(routes) AS asked(route) CROSS JOIN LATERAL (
             SELECT t.tenant FROM tasks t
             WHERE t.due AND NOT t.alone AND t.requested_route = asked.route
-              AND t.tenant > due_tenants.tenant
-              AND (NOT came_round OR t.tenant <= after_tenant)
+              AND t.tenant > due_tenants.tenant AND t.tenant <= last_tenant
             ORDER BY t.tenant
             LIMIT 1) AS first_of_route;
         IF tenant IS NOT NULL THEN
             place := place + 1;
             RETURN NEXT;
-        ELSIF came_round THEN
+        ELSIF last_tenant = after_tenant THEN
             RETURN;
         ELSE
-            came_round := true;
+            last_tenant := after_tenant;
             tenant := '';
         END IF;
     END LOOP;

@@ -15,12 +15,12 @@ from bench.common import (
 )
 from bench.drain import COUNT_WAITING, await_empty, fill
 
-CONCURRENCY = 128
+CONCURRENCY = 512
 
 # Of the tasks that any worker can run; those of a paused route stay.
 IS_WORK_LEFT = """
 SELECT EXISTS (SELECT FROM tasks WHERE due AND NOT alone AND requested_route = 'none')
-    OR EXISTS (SELECT FROM tasks WHERE status = 'RUNNING')
+    OR EXISTS (SELECT FROM tasks WHERE CASE WHEN status = 'RUNNING' THEN true END)
 """
 LAST_TASK = "SELECT coalesce(max(task_id), 0) FROM tasks"
 COUNT_DONE = "SELECT count(*) FROM tasks WHERE task_id > %s AND status = 'SUCCEEDED'"

@@ -99,7 +99,8 @@ SELECT
     CASE WHEN %(count_in_flight)s THEN
         (SELECT jsonb_object_agg(route, calls) FROM (
             SELECT route, count(*) AS calls FROM tasks
-            WHERE status = 'RUNNING' AND route IS NOT NULL GROUP BY route) AS running)
+            WHERE CASE WHEN status = 'RUNNING' THEN true END AND route IS NOT NULL
+            GROUP BY route) AS running)
     END AS in_flight
 """
 

@@ -265,10 +265,11 @@ def _as_row(lease: Lease, outcome: Outcome) -> Row:
 # The reaper waits for nobody: steps of a run whose row is held have to wait for the next round.
 LOCK_RUNS_OF_EXPIRED = """
 SELECT task_id FROM tasks
-WHERE task_id IN (
+WHERE task_id = ANY(ARRAY(
     SELECT parent_id FROM tasks
-    WHERE status = 'RUNNING' AND lease_expires_at < current_instant() AND parent_id IS NOT NULL
-      AND task_id > %(after)s AND (%(only)s::bigint IS NULL OR task_id = %(only)s))
+    WHERE CASE WHEN status = 'RUNNING' THEN true END  -- as tasks_leased has it
+      AND lease_expires_at < current_instant()
+      AND task_id > %(after)s AND (%(only)s::bigint IS NULL OR task_id = %(only)s)))
 ORDER BY task_id
 LIMIT %(sweep_limit)s
 FOR NO KEY UPDATE SKIP LOCKED
@@ -282,7 +283,7 @@ REAP_TASKS = """
 WITH expired AS (
     SELECT task_id, lease_token, cancel_requested, delivery_count, retry_count
     FROM tasks
-    WHERE status = 'RUNNING' AND lease_expires_at < current_instant()
+    WHERE CASE WHEN status = 'RUNNING' THEN true END AND lease_expires_at < current_instant()
       AND task_id > %(after)s AND (%(only)s::bigint IS NULL OR task_id = %(only)s)
       AND CASE WHEN parent_id IS NULL THEN true ELSE parent_id = ANY(%(locked_runs)s) END
     ORDER BY task_id
@@ -356,7 +357,8 @@ def reap_tasks(
 
 EXPIRED_TASKS = """
 SELECT task_id FROM tasks
-WHERE status = 'RUNNING' AND lease_expires_at < current_instant() AND task_id > %(after)s
+WHERE CASE WHEN status = 'RUNNING' THEN true END AND lease_expires_at < current_instant()
+  AND task_id > %(after)s
 ORDER BY task_id
 LIMIT %(sweep_limit)s
 """
@@ -371,7 +373,8 @@ def expired_tasks(conn: Connection, after: int) -> list[int]:
 # Each order is that of an index, so that the planner has no reason to read the table: see LOOK.
 HAS_WORK = """
 SELECT coalesce(
-    (SELECT task_id FROM tasks WHERE status = 'RUNNING' ORDER BY task_id LIMIT 1),
+    (SELECT task_id FROM tasks
+     WHERE CASE WHEN status = 'RUNNING' THEN true END ORDER BY task_id LIMIT 1),
     (SELECT task_id FROM tasks WHERE due AND NOT alone
      ORDER BY requested_route, tenant, priority DESC, task_id LIMIT 1),
     (SELECT task_id FROM tasks WHERE due AND alone ORDER BY task_id LIMIT 1),

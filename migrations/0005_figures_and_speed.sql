@@ -203,3 +203,36 @@ ALTER TABLE tasks
         CHECK (tenant ~ '^[A-Za-z0-9_-]+$' AND char_length(tenant) <= 64),
     ADD CONSTRAINT name_is_a_name_and_no_number CHECK (
         name ~ '^[A-Za-z0-9_-]+$' AND char_length(name) <= 64 AND name !~ '^[0-9]+$');
+
+-- A settle goes by the primary key and not through all that is leased.
+DROP INDEX tasks_leased;
+CREATE INDEX tasks_leased ON tasks (task_id) WHERE CASE WHEN status = 'RUNNING' THEN true END;
+
+-- Both bounds of the second round are the index's.
+CREATE OR REPLACE FUNCTION due_tenants(routes text[], after_tenant text, at_most integer)
+RETURNS TABLE (place integer, tenant text) LANGUAGE plpgsql STABLE AS $$
+DECLARE
+    last_tenant text := '~';  -- sorts behind every name
+BEGIN
+    place := 0;
+    tenant := after_tenant;
+    WHILE place < at_most LOOP
+        -- Both bounds are the index's: a condition beside them would be asked of each row in turn.
+        SELECT min(first_of_route.tenant) INTO tenant
+        FROM unnest(routes) AS asked(route) CROSS JOIN LATERAL (
+            SELECT t.tenant FROM tasks t
+            WHERE t.due AND NOT t.alone AND t.requested_route = asked.route
+              AND t.tenant > due_tenants.tenant AND t.tenant <= last_tenant
+            ORDER BY t.tenant
+            LIMIT 1) AS first_of_route;
+        IF tenant IS NOT NULL THEN
+            place := place + 1;
+            RETURN NEXT;
+        ELSIF last_tenant = after_tenant THEN
+            RETURN;
+        ELSE
+            last_tenant := after_tenant;
+            tenant := '';
+        END IF;
+    END LOOP;
+END $$;
