@@ -15,8 +15,10 @@ from __future__ import annotations
 import http.client
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
+from statistics import mean
 from urllib.parse import urlsplit
 
 import db
@@ -33,6 +35,7 @@ from queries.leases import reap_tasks
 
 DRAINED = 20_000
 QUICK_DRAINED = 5000
+TURNS = 4  # of each table, for what is submitted
 PAGES = 10  # answers of each address
 SLOW_MS = 500.0  # an answer that takes longer is asked for three times only
 REAPS = 50
@@ -96,50 +99,49 @@ def compare(stage: Stage, record: Record, full: str, quick: bool) -> None:
     measure_fairness(stage, record, full, QUICK_CROWD if quick else CROWD)
 
 
-def in_both(
-    stage: Stage, record: Record, full: str, ratio: str, measure: Callable[[str, str], float]
-) -> None:
-    """Take a measure in an empty table, made for it, and in the full one; note their ratio."""
-    empty = stage.database()
-    found = measure(empty, "empty table")
-    stage.drop(empty)
-    record.ratio(ratio, measure(full, "full table") / found)
-
-
 # --- drain, submit, pickup -----------------------------------------------------------------------
 
 
 def measure_drain(stage: Stage, record: Record, full: str, tasks: int) -> None:
-    def drain(url: str, table: str) -> float:
-        return record.add(f"drain, {table}", laden.drain(stage, url, tasks), "tasks/s")
-
-    in_both(stage, record, full, "drain of the full table / of the empty", drain)
+    """By turns; which table comes first changes from one repetition to the next."""
+    urls = {"empty table": stage.database(), "full table": full}
+    name = "drain of the full table / of the empty"
+    is_even = len(record.ratios.get(name, ())) % 2 == 0
+    for table in urls if is_even else reversed(urls):
+        record.add(f"drain, {table}", laden.drain(stage, urls[table], tasks), "tasks/s")
+    found = {table: record.figures[f"drain, {table}"][-1] for table in urls}
+    record.ratio(name, found["full table"] / found["empty table"])
+    stage.drop(urls["empty table"])
 
 
 def measure_submit(stage: Stage, record: Record, full: str, seconds: float) -> None:
-    """Over HTTP, without a worker beside."""
+    """Over HTTP, without a worker beside; in short turns, since a machine changes its pace."""
+    urls = {"empty table": stage.database(), "full table": full}
+    apis = {table: stage.api(url) for table, url in urls.items()}
     bodies = Bodies(stage.folder)
 
-    def one_by_one(url: str, table: str) -> float:
-        api = stage.api(url)
-        address = f"{api.url}/tasks"
-        load(stage, address, bodies.task, 1, CONNECTIONS)  # to warm up
-        await_quiet(QUIET_SECONDS)
-        found = load(stage, address, bodies.task, seconds, CONNECTIONS)
-        stage.end(api)
-        return record.add(f"POST /tasks, {table}", found["per_second"], "requests/s")
+    def rates(path: str, body: Path, connections: int) -> dict[str, float]:
+        """Requests per second in each table."""
+        found: dict[str, list[float]] = {table: [] for table in apis}
+        for turn in range(1 + TURNS):
+            await_quiet(QUIET_SECONDS)
+            for table in list(apis) if turn % 2 else list(reversed(apis)):
+                address = apis[table].url + path
+                answered = load(stage, address, body, seconds / TURNS, connections)
+                found[table].append(answered["per_second"])
+        return {table: mean(per_turn[1:]) for table, per_turn in found.items()}  # one to warm up
 
-    def in_batches(url: str, table: str) -> float:
-        api = stage.api(url)
-        await_quiet(QUIET_SECONDS)
-        address = f"{api.url}/tasks/batch"
-        found = load(stage, address, bodies.batch, seconds, BATCH_CONNECTIONS)
-        stage.end(api)
-        rate = BATCH * found["per_second"]
-        return record.add(f"POST /tasks/batch of {BATCH:,}, {table}", rate, "tasks/s")
-
-    in_both(stage, record, full, "submit to the full table / to the empty", one_by_one)
-    in_both(stage, record, full, "batches to the full table / to the empty", in_batches)
+    alone = rates("/tasks", bodies.task, CONNECTIONS)
+    batches = rates("/tasks/batch", bodies.batch, BATCH_CONNECTIONS)
+    for table in urls:
+        record.add(f"POST /tasks, {table}", alone[table], "requests/s")
+        rate = BATCH * batches[table]
+        record.add(f"POST /tasks/batch of {BATCH:,}, {table}", rate, "tasks/s")
+    for name, found in (("submit", alone), ("batches", batches)):
+        ratio = found["full table"] / found["empty table"]
+        record.ratio(f"{name} to the full table / to the empty", ratio)
+    stage.end(*apis.values())
+    stage.drop(urls["empty table"])
 
 
 def measure_pickup(stage: Stage, record: Record, full: str, repetitions: int) -> None:
