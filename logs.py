@@ -13,8 +13,10 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
+LONGEST_TRACEBACK = 20_000  # characters; the frames come first, an error's own text last
 
 
 def set_up_logs() -> None:
@@ -43,13 +45,26 @@ def say_all(logger: logging.Logger, level: int, lines: Sequence[str]) -> None:
 
 
 class LineByLine(logging.Formatter):
-    """Puts time and level in front of each line of what `say_all` logs."""
+    """Puts time and level in front of each line of what `say_all` logs, and a bar in front of a
+    traceback's: what an error says of itself cannot look like a line of the log."""
+
+    def formatException(self, ei: Any) -> str:
+        text = super().formatException(ei)
+        left_out = len(text) - LONGEST_TRACEBACK
+        lines = [_printable(one) for one in text[:LONGEST_TRACEBACK].splitlines()]
+        if left_out > 0:
+            lines.append(f"and {left_out} characters more")
+        return "\n".join(f"    | {one}" for one in lines)
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
         if not getattr(record, "is_many_lines", False):
             return text
         return text.replace("\n", "\n" + text.removesuffix(record.getMessage()))
+
+
+def _printable(text: str) -> str:
+    return text if text.isprintable() else repr(text)[1:-1]
 
 
 def _value(value: object) -> str:
