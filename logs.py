@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
+LONGEST_PREFIX = 40  # bytes of time and level, and the line's end
+LARGEST_WRITE = 4096  # bytes that a pipe takes whole, when several processes write to it
 LONGEST_TRACEBACK = 20_000  # characters; the frames come first, an error's own text last
 
 
@@ -38,10 +40,22 @@ def line(sentence: str, action: str, **fields: object) -> str:
     return f"{sentence} action={action} {pairs}".rstrip()
 
 
-def say_all(logger: logging.Logger, level: int, lines: Sequence[str]) -> None:
-    """Log many lines at once: one record, one write, and each line looks as if it were alone."""
-    if lines:
-        logger.log(level, "%s", "\n".join(lines), extra={"is_many_lines": True})
+def say_all(logger: logging.Logger, level: int, lines: Iterable[str]) -> None:
+    """Log many lines, several in one record and one write; each looks as if it were alone."""
+    together: list[str] = []
+    size = 0
+    for one in lines:
+        size += len(one.encode()) + LONGEST_PREFIX
+        if together and size > LARGEST_WRITE:
+            _say_together(logger, level, together)
+            together, size = [], len(one.encode()) + LONGEST_PREFIX
+        together.append(one)
+    if together:
+        _say_together(logger, level, together)
+
+
+def _say_together(logger: logging.Logger, level: int, lines: list[str]) -> None:
+    logger.log(level, "%s", "\n".join(lines), extra={"is_many_lines": True})
 
 
 class LineByLine(logging.Formatter):

@@ -115,7 +115,7 @@ class Worker:
         self.runner = Runner(
             settings,
             self.routes,
-            self._tell_settler,
+            lambda: self._settler.ring(),
             self._pass_on,
             self._report_soon,
             self._tell_of_node,
@@ -238,10 +238,13 @@ class Worker:
             if claim.has_suspect and not self.alone:
                 self._suspects.start()
             self._note_contention(claim)
-            # Of what becomes due from now on, a notification tells.
+            # Of what others make due from now on, a notification tells.
             is_nothing_left = len(claim.tasks) == claim.look.depth
             self._wants_slots = self._is_draining or not is_nothing_left
             if is_nothing_left or not claim.tasks:
+                return
+            if time.monotonic() >= self._next_reap:  # the settler frees slots all the time
+                self._sleep_seconds = 0.0
                 return
 
     def _note_contention(self, claim: claims.Claim) -> None:
@@ -301,18 +304,15 @@ class Worker:
         self._settler.hurry()
         self._doorbell.ring()
 
-    def _note_free_slots(self) -> None:
-        """Outcomes were written, on the settler's thread."""
-        if self._wants_slots or self.stop_signals:
+    def _note_free_slots(self, is_any_to_come_back: bool) -> None:
+        """Outcomes were written. Of a task that comes back later no notification tells."""
+        if is_any_to_come_back or self._wants_slots or self.stop_signals:
             self._doorbell.ring()
-
-    def _tell_settler(self) -> None:
-        """Something has ended."""
-        self._settler.ring()
 
     def _sleep(self) -> None:
         """Until a ring, a notification, or the end of the time that run_once allowed."""
-        self._doorbell.wait(self._sleep_seconds, self._link.ear())
+        seconds = 0.0 if self._link.has_heard() else self._sleep_seconds
+        self._doorbell.wait(seconds, self._link.ear())
         try:
             self._tokens.watch(self._link.watched())
         except DatabaseUnavailable:

@@ -64,6 +64,7 @@ class Runner:
         self._on_route = on_route
         self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
         self._to_begin: deque[tuple[ClaimedTask, str | None]] = deque()
+        self._is_waking = False
         self._running: dict[Lease, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._go_round, name="runner", daemon=True)
@@ -96,7 +97,8 @@ class Runner:
     def start(self, task: ClaimedTask, route: str | None) -> None:
         """Begin `task`; its outcome will be among the finished."""
         self._to_begin.append((task, route))
-        if len(self._to_begin) == 1:  # of many that are started together, the first wakes the loop
+        if not self._is_waking:  # of many that are started together, the first wakes the loop
+            self._is_waking = True
             self._loop.call_soon_threadsafe(self._begin_all)
 
     def end(self, lease: Lease, outcome: Outcome) -> None:
@@ -135,13 +137,13 @@ class Runner:
 
     def _begin_all(self) -> None:
         """Begin what waits; what takes no time has ended then."""
+        self._is_waking = False
         while self._to_begin:
-            task, route = self._to_begin[0]
+            task, route = self._to_begin.popleft()
             if task.kind == "tool" and (outcome := self._tools.run_at_once(task)) is not None:
                 self._finished.put((task.lease, outcome))
             else:
                 self._running[task.lease] = self._loop.create_task(self._run(task, route))
-            self._to_begin.popleft()
         if not self._finished.empty():
             self._on_finished()
 

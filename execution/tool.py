@@ -32,16 +32,20 @@ class ToolCalls:
 
     def run_at_once(self, task: ClaimedTask) -> Outcome | None:
         """The outcome of a call that takes no time; None: it has to be made by `run`."""
-        tool, args = self._registry.find(str(task.payload.get("tool"))), task.payload.get("args")
-        if not isinstance(tool, FunctionTool) or not isinstance(args, Mapping):
-            return None
-        if not tool.takes_no_time(args):
-            return None
         try:
+            tool, args = (
+                self._registry.find(str(task.payload.get("tool"))),
+                task.payload.get("args"),
+            )
+            if not isinstance(tool, FunctionTool) or not isinstance(args, Mapping):
+                return None
+            if not tool.takes_no_time(args):
+                return None
             if task.run_id is not None:
                 args = fill(args, task.outputs, MOST_AT_ONCE)
-            return Outcome("succeeded", result=tool.call_at_once(args, self._context(task)))
-        except Exception:  # whatever is wrong, the way that all calls go will tell it
+            max_bytes = self._settings.limits.max_result_bytes
+            return Outcome("succeeded", result=tool.call_at_once(args, max_bytes))
+        except BaseException:  # whatever is wrong, the way that all calls go will tell it
             return None
 
     async def run(self, task: ClaimedTask) -> Outcome:
@@ -50,7 +54,7 @@ class ToolCalls:
         When this is cancelled it ends at once: the tool is told, and nobody waits until it listens.
         """
         tool, args = await self._read(task)
-        context = self._context(task)
+        context = ToolContext(_key_of(task), task.attempt, task.task_id, self._settings)
         # A task of its own: whatever the tool cancels or is cancelled by, it is not us.
         calling = asyncio.create_task(_call(tool, args, context))
         try:
@@ -70,9 +74,6 @@ class ToolCalls:
 
     async def close(self) -> None:
         await self._registry.close()
-
-    def _context(self, task: ClaimedTask) -> ToolContext:
-        return ToolContext(_key_of(task), task.attempt, task.task_id, self._settings)
 
     async def _read(self, task: ClaimedTask) -> tuple[Tool, Mapping[str, Any]]:
         name, args = task.payload.get("tool"), task.payload.get("args")

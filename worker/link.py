@@ -85,6 +85,10 @@ class Link:
         """The descriptor on which notifications arrive, if there is one now."""
         return None if self._listener is None else self._listener.fileno()
 
+    def has_heard(self) -> bool:
+        """Whether a notification came with the answer to a ping: no descriptor tells of it."""
+        return self._listener is not None and bool(self._listener.notifies)
+
     def watched(self) -> list[int]:
         """Hear what has arrived: the roots that somebody watches."""
         if self._listener is None:

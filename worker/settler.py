@@ -26,7 +26,8 @@ class Settler(threading.Thread):
     """Takes outcomes from any thread and writes them, on its own connection.
 
     What cannot be written now is kept, with its place among the worker's slots, and tried again.
-    `before` is called before what has just ended is written, `on_settled` when slots are free.
+    `before` is called before what has just ended is written, `on_settled` when slots are free, with
+    whether some of these tasks are to be claimed again, now or later.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Settler(threading.Thread):
         held: Held,
         take_finished: Callable[[], list[Finished]],
         before: Callable[[], None],
-        on_settled: Callable[[], None],
+        on_settled: Callable[[bool], None],
     ) -> None:
         super().__init__(name="settler", daemon=True)
         self._settings = settings
@@ -113,7 +114,7 @@ class Settler(threading.Thread):
                 for lease, _ in batch
                 if lease not in waiting and self._held.drop_settled(lease) and lease not in written
             ]
-            self._on_settled()
+            self._on_settled(any(one.status == "PENDING" for one in settled))
             log_settled(settled, self._worker_name)
             for lease in lost:
                 log_lost(lease, self._worker_name)

@@ -51,12 +51,11 @@ class FunctionTool:
 
     def takes_no_time(self, args: Mapping[str, Any]) -> bool:
         """Whether `call_at_once` may be used with these arguments."""
-        return self.is_quick and _is_small(args)
+        return self.is_quick and self.context_name is None and _is_small(args)
 
-    def call_at_once(self, args: Mapping[str, Any], context: ToolContext) -> Any:
-        """As `call`, on the thread of whoever asks."""
-        result = self.function(**self._read(args, context))
-        return storable_result(result, context.settings.limits.max_result_bytes)
+    def call_at_once(self, args: Mapping[str, Any], max_bytes: int) -> Any:
+        """As `call`, on the thread of whoever asks; the result has at most `max_bytes`."""
+        return storable_result(self.function(**self._read(args, None)), max_bytes)
 
     async def call(self, args: Mapping[str, Any], context: ToolContext) -> Any:
         """The function's result, storable; raises what the function raises, and Permanent."""
@@ -74,7 +73,7 @@ class FunctionTool:
             result = loop.run(result)
         return storable_result(result, context.settings.limits.max_result_bytes)
 
-    def _read(self, args: Mapping[str, Any], context: ToolContext) -> dict[str, Any]:
+    def _read(self, args: Mapping[str, Any], context: ToolContext | None) -> dict[str, Any]:
         """The arguments as the function takes them, or Permanent with what is wrong with them."""
         problems = [f"{name} is missing" for name in self.required if name not in args]
         values: dict[str, Any] = {}
@@ -156,10 +155,12 @@ def _is_small(args: Mapping[str, Any]) -> bool:
             left -= len(here)
         elif isinstance(here, Mapping):
             left -= len(here)
-            todo += here.values() if len(here) < left else ()
+            if left > 0:
+                todo += here.keys()
+                todo += here.values()
         elif isinstance(here, list):
             left -= len(here)
-            todo += here if len(here) < left else ()
+            todo += here if left > 0 else ()
     return left > 0
 
 

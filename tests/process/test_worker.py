@@ -10,7 +10,7 @@ import pytest
 
 from queries.schema import wanted_version
 from tests.conftest import administrator, at_database
-from tests.support.fake_ollama import FakeOllama, Reply, answer, echo, slow
+from tests.support.fake_ollama import FakeOllama, Reply, answer, echo, slow, status
 from tests.support.processes import Processes, eventually
 from tests.support.queue import Queue, most_running_at_once
 
@@ -175,6 +175,18 @@ def test_delayed_tasks_start_when_they_are_due_without_a_poll(
     for task_id in ids:
         row = queue.await_status(task_id, "SUCCEEDED")
         assert row["started_at"] >= row["available_at"] > row["created_at"]
+
+
+def test_a_retry_starts_when_its_delay_is_over_without_a_poll(
+    processes: Processes, fake: FakeOllama, queue: Queue
+) -> None:
+    processes.configure(worker={"poll_seconds": NEVER, "reap_seconds": NEVER})
+    fake.on("fails", status(500))
+    worker = processes.worker()
+    queue.await_idle(worker.name)
+    (task_id,) = queue.submit("fails")
+    queue.await_status(task_id, "FAILED")
+    assert len(fake.calls_for("fails")) == 3
 
 
 def test_a_task_that_is_submitted_with_a_delay_to_a_sleeping_worker_waits_for_a_poll_at_most(

@@ -46,6 +46,21 @@ def test_lines_that_are_logged_together_look_as_if_each_were_alone(
     assert all(TIME.match(one) for one in shown)
 
 
+def test_no_more_is_written_at_once_than_a_pipe_takes_whole(
+    logger: logging.Logger, heard: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several processes may write to one pipe, and only so much is not torn."""
+    written: list[str] = []
+    monkeypatch.setattr(heard, "emit", lambda record: written.append(heard.format(record) + "\n"))
+    lines = [line(f"Claimed task {n}.", "claimed", worker="w\u00e9" * (n % 40)) for n in range(500)]
+    say_all(logger, logging.INFO, lines)
+    assert 1 < len(written) < 50
+    assert all(len(one.encode()) <= 4096 for one in written)
+    assert [TIME.sub("", one) for one in "".join(written).splitlines()] == [
+        f"INFO    {one}" for one in lines
+    ]
+
+
 def test_nothing_is_logged_of_no_lines(logger: logging.Logger, heard: Lines) -> None:
     say_all(logger, logging.INFO, [])
     assert heard.text == ""

@@ -325,6 +325,26 @@ def test_a_tool_that_exits_from_a_task_of_its_own_leaves_the_worker_alive(runner
     assert finished(runner)[1].result == 3
 
 
+@pytest.mark.parametrize(
+    ("args", "is_quick"),
+    [
+        ({}, True),
+        ({"seq": 1, "pad": "x" * 176, "list": [1, {"a": None}]}, True),
+        ({"pad": "x" * 3000}, False),
+        ({"x" * 3000: 1}, False),
+        ({"list": [0] * 3000}, False),
+        ({str(n): n for n in range(3000)}, False),
+        ({"deep": {"deep": [["x" * 1500], "x" * 1500]}}, False),
+    ],
+)
+def test_only_a_small_call_of_echo_is_made_without_a_thread(
+    args: dict[str, Any], is_quick: bool
+) -> None:
+    echo = load_function("echo", "execution.tools.builtin:echo")
+    assert echo.takes_no_time(args) == is_quick
+    assert not load_function("sleep", "execution.tools.builtin:sleep").takes_no_time(args)
+
+
 def test_what_a_tool_leaves_on_its_loop_is_ended_after_it(runner: Runner) -> None:
     runner.start(task_of("leave_a_task_behind", {}), None)
     assert finished(runner)[1].result == "done"

@@ -1,0 +1,27 @@
+"""worker/link.py: what a worker hears."""
+
+from __future__ import annotations
+
+import db
+from config import Settings
+from tests.support.processes import eventually
+from worker.link import CLAIMABLE_CHANNEL, Link
+
+
+def test_a_notification_that_comes_with_the_answer_to_a_ping_is_heard(settings: Settings) -> None:
+    link = Link(settings, "w1", on_first_open=lambda: None)
+    try:
+        conn = link.open()
+        assert not link.has_heard()
+        db.fetch(conn, f"SELECT pg_notify('{CLAIMABLE_CHANNEL}', '')")
+
+        def is_heard_by_a_ping() -> bool:
+            link._next_ping = 0.0
+            link.ping_listener()
+            return link.has_heard()
+
+        eventually(is_heard_by_a_ping)
+        link.watched()
+        assert not link.has_heard()
+    finally:
+        link.close()

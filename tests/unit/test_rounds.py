@@ -1,0 +1,84 @@
+"""scheduler.py: when a worker looks for work, and when it lets other duties have their turn."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from queries.claims import Claim, Look
+from queries.leases import ClaimedTask, Lease
+from scheduler import Worker
+from tests.conftest import settings_for
+
+MOST_CLAIMS = 100
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
+    """One without a database; whatever it claims ends at once."""
+    made = Worker(settings_for("postgresql://nobody@127.0.0.1:1/none"), "w", 4)
+    monkeypatch.setattr(made, "_start", lambda *_: None)
+    made._next_reap = math.inf
+    yield made
+    made.runner._loop.close()
+    for end in (made._doorbell._in, made._doorbell._out):
+        end.close()
+
+
+def claims_of(worker: Worker, monkeypatch: pytest.MonkeyPatch, depth: int) -> list[int]:
+    """Let each claim bring one of so many due tasks; the depth that each has seen."""
+    seen: list[int] = []
+
+    def claim(conn: Any, free: int) -> Claim:
+        assert len(seen) < MOST_CLAIMS
+        left = depth - len(seen)
+        seen.append(left)
+        task = ClaimedTask(Lease(left, "t"), left, "tool", {}, "none", None, 1, 1, 0)
+        return Claim([(task, None)] if left else [], Look(left, False, free, None, {}))
+
+    monkeypatch.setattr(worker, "_claim", claim)
+    worker.claim_and_start(None)  # type: ignore[arg-type]
+    return seen
+
+
+def test_it_claims_until_it_has_all_that_was_due_and_looks_no_more(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert claims_of(worker, monkeypatch, depth=3) == [3, 2, 1]
+
+
+def test_a_worker_whose_slots_are_free_again_at_once_still_comes_to_its_other_duties(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker._next_reap = time.monotonic()
+    assert claims_of(worker, monkeypatch, depth=50) == [50]
+    assert worker._sleep_seconds == 0
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_settle_wakes_a_worker_that_left_nothing_only_for_what_comes_back(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    rings: list[None] = []
+    claims_of(worker, monkeypatch, depth)
+    monkeypatch.setattr(worker._doorbell, "ring", lambda: rings.append(None))
+    worker._note_free_slots(False)
+    assert not rings
+    worker._note_free_slots(True)
+    assert rings
+
+
+def test_it_does_not_sleep_on_a_notification_that_came_with_an_answer(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(worker._doorbell, "wait", lambda seconds, _: slept.append(seconds))
+    worker._sleep_seconds = 7.0
+    for has_heard in (True, False):
+        monkeypatch.setattr(worker._link, "has_heard", lambda has_heard=has_heard: has_heard)
+        worker._sleep()
+    assert slept == [0.0, 7.0]
