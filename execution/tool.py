@@ -33,10 +33,8 @@ class ToolCalls:
     def run_at_once(self, task: ClaimedTask) -> Outcome | None:
         """The outcome of a call that takes no time; None: it has to be made by `run`."""
         try:
-            tool, args = (
-                self._registry.find(str(task.payload.get("tool"))),
-                task.payload.get("args"),
-            )
+            tool = self._registry.find(str(task.payload.get("tool")))
+            args: Any = task.payload.get("args")
             if not isinstance(tool, FunctionTool) or not isinstance(args, Mapping):
                 return None
             if not tool.takes_no_time(args):

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from errors import DatabaseUnavailable
 from queries.claims import Claim, Look
-from queries.leases import ClaimedTask, Lease
+from queries.leases import ClaimedTask, Lease, Outcome
 from scheduler import Worker
 from tests.conftest import settings_for
 
@@ -70,6 +71,24 @@ def test_a_settle_wakes_a_worker_that_left_nothing_only_for_what_comes_back(
     assert not rings
     worker._note_free_slots(True)
     assert rings
+
+
+def test_what_cannot_be_written_keeps_its_slot_and_is_tried_again(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settler = worker._settler
+    task = ClaimedTask(Lease(7, "t"), 7, "tool", {}, "none", None, 1, 1, 0)
+    worker.held.add([task])
+    worker.runner._finished.put((task.lease, Outcome("succeeded", result=1)))
+
+    def away() -> None:
+        raise DatabaseUnavailable("it is away")
+
+    monkeypatch.setattr(settler, "_open", away)
+    for _ in range(2):
+        assert settler._settle_safely()
+        assert worker.held.leases() == [task.lease]
+        assert len(settler._unsettled) == 1
 
 
 def test_it_does_not_sleep_on_a_notification_that_came_with_an_answer(
