@@ -1,0 +1,3 @@
+-- Version 6: functions and triggers that keep their plans and do less.
+
+LOCK TABLE tasks IN SHARE ROW EXCLUSIVE MODE;
