@@ -80,9 +80,6 @@ class Everything:
         self.depth_that_matters = depth_that_matters
         self.depth = 0  # as the choice of routes saw it
 
-    def open_requests(self) -> list[str]:
-        return ["auto", "local", "cloud", "none"]
-
     def wanted_at_any_depth(self) -> list[Wanted] | None:
         return None if self.looks_first or self.has_limits else self._everything()
 
@@ -91,7 +88,7 @@ class Everything:
         return self._everything(), {}
 
     def _everything(self) -> list[Wanted]:
-        return [Wanted(route, "all") for route in self.open_requests()]
+        return [Wanted(route, "all") for route in ("auto", "local", "cloud", "none")]
 
     def choose(self, tasks: Sequence[ClaimedTask], depth: int) -> list[str | None]:
         self.depth = depth
@@ -120,7 +117,7 @@ def claim(
     policy = Everything(depth_wanted)
     found = claims.claim_tasks(conn, worker, slots, lease_seconds, policy, after_tenant)
     tasks = [task for task, _ in found.tasks]
-    return Claimed(tasks, policy.depth, found.look.next_due_seconds, found.last_tenant)
+    return Claimed(tasks, policy.depth, found.next_due_seconds, found.last_tenant)
 
 
 def claimed(conn: Connection, worker: str = "w1", **fields: Any) -> ClaimedTask:
