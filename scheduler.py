@@ -29,6 +29,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import contextlib
+import gc
 import logging
 import random
 import string
@@ -412,6 +413,8 @@ def main() -> int:
             logger, logging.INFO, "Worker started.", "started",
             worker=worker.name, concurrency=worker.concurrency,
         )  # fmt: skip
+        gc.freeze()  # what the process has by now stays: no collection need look at it again
+        gc.set_threshold(10_000)  # a batch of tasks leaves thousands of objects, and no cycles
         worker.run(drain=args.drain or args.alone)
     except (ConfigError, SchemaOutdated) as refused:
         logger.error("%s", refused)
