@@ -277,6 +277,7 @@ BEGIN
         IF tenant IS NOT NULL THEN
             place := place + 1;
             RETURN NEXT;
+            EXIT WHEN tenant = last_tenant;  -- once round
         ELSIF last_tenant = after_tenant THEN
             RETURN;
         ELSE

@@ -2,6 +2,35 @@
 
 LOCK TABLE tasks IN SHARE ROW EXCLUSIVE MODE;
 
+CREATE OR REPLACE FUNCTION due_tenants(routes text[], after_tenant text, at_most integer)
+RETURNS TABLE (place integer, tenant text) LANGUAGE plpgsql STABLE AS $$
+DECLARE
+    last_tenant text := '~';  -- sorts behind every name
+BEGIN
+    place := 0;
+    tenant := after_tenant;
+    WHILE place < at_most LOOP
+        -- Both bounds are the index's: a condition beside them would be asked of each row in turn.
+        SELECT min(first_of_route.tenant) INTO tenant
+        FROM unnest(routes) AS asked(route) CROSS JOIN LATERAL (
+            SELECT t.tenant FROM tasks t
+            WHERE t.due AND NOT t.alone AND t.requested_route = asked.route
+              AND t.tenant > due_tenants.tenant AND t.tenant <= last_tenant
+            ORDER BY t.tenant
+            LIMIT 1) AS first_of_route;
+        IF tenant IS NOT NULL THEN
+            place := place + 1;
+            RETURN NEXT;
+            EXIT WHEN tenant = last_tenant;  -- once round
+        ELSIF last_tenant = after_tenant THEN
+            RETURN;
+        ELSE
+            last_tenant := after_tenant;
+            tenant := '';
+        END IF;
+    END LOOP;
+END $$;
+
 -- A claim. Its statements stand in functions because Postgres keeps their plans there: planning
 -- them anew took longer than running them. Which tasks are wanted is the worker's policy, see
 -- queries/claims.py: [{"requested_route": …, "budget": …, "min_chars": …, "max_chars": …}, …].
