@@ -48,9 +48,8 @@ class Length:
 FULL = Length(minutes=10, held_seconds=60, drained=20_000, repetitions=3)
 QUICK = Length(minutes=1, held_seconds=20, drained=5000, repetitions=1)
 
-# Rows of the audit log so far: a task that came, was claimed, and has ended has three.
-AUDIT_ROWS = "SELECT last_value FROM audit_log_id_seq"
 DEAD_TUPLES = "SELECT dead_tuple_count FROM pgstattuple('tasks')"
+LIVE_TASKS = "SELECT tuple_count FROM pgstattuple('tasks')"  # a count would tidy its pages up
 LIST_SIZES = """
 SELECT 'tasks' AS name, pg_relation_size('tasks') AS bytes
 UNION ALL
@@ -99,7 +98,7 @@ def churn(stage: Stage, record: Record, url: str, when: str, seconds: float) -> 
     """Submit and run tasks for so long, and wait until the last of them has been settled."""
     worker = stage.worker(url, "--concurrency", str(laden.CONCURRENCY))
     with administrator(url) as cursor:
-        rows = ask(cursor, AUDIT_ROWS)
+        rows = ask(cursor, laden.AUDIT_ROWS)
         began, submitted = time.monotonic(), 0
         while (gone := time.monotonic() - began) < seconds or ask(cursor, laden.IS_WORK_LEFT):
             if gone < seconds and queued(cursor, rows, submitted) < QUEUED:
@@ -115,7 +114,7 @@ def churn(stage: Stage, record: Record, url: str, when: str, seconds: float) -> 
 
 def queued(cursor: Any, rows_before: int, submitted: int) -> float:
     """How many of the submitted tasks wait or run; to count them would itself be a load."""
-    later_rows: int = ask(cursor, AUDIT_ROWS) - rows_before - submitted
+    later_rows: int = ask(cursor, laden.AUDIT_ROWS) - rows_before - submitted
     return submitted - later_rows / 2
 
 
@@ -132,7 +131,7 @@ def open_transaction(url: str) -> Iterator[None]:
 def note_sizes(record: Record, url: str, when: str) -> None:
     with administrator(url) as cursor:
         record.add(f"dead tuples of tasks, {when}", ask(cursor, DEAD_TUPLES), "rows")
-        record.add(f"live tasks, {when}", ask(cursor, "SELECT count(*) FROM tasks"), "rows")
+        record.add(f"live tasks, {when}", ask(cursor, LIVE_TASKS), "rows")
         record.add(f"autovacuums of tasks, {when}", ask(cursor, COUNT_VACUUMS), "times")
         cursor.execute(LIST_SIZES)
         for name, size in cursor.fetchall():
