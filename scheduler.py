@@ -32,7 +32,6 @@ import contextlib
 import gc
 import logging
 import random
-import string
 import sys
 import time
 import uuid
@@ -61,6 +60,7 @@ from worker.held import Held
 from worker.link import Link
 from worker.messages import with_message
 from worker.outputs import GIVEN_BACK_SECONDS, with_outputs
+from worker.place import Place
 from worker.sentences import log_claimed, log_lost, log_settled
 from worker.settler import Settler
 from worker.suspects import SuspectProcess
@@ -133,8 +133,7 @@ class Worker:
         self._link = Link(settings, name, on_first_open=self._begin_to_hold)
         self.stop_signals = 0
         self._suspects = SuspectProcess(name, settings.worker)
-        # Workers that are woken together begin at different tenants.
-        self._last_tenant = random.choice(string.ascii_lowercase)
+        self._place = Place()
         self._wants_slots = True  # or nothing is due that they could take
         self._is_draining = False
         self._contended = 0
@@ -228,7 +227,6 @@ class Worker:
         self._wants_slots = True
         while (free := self.concurrency - len(self.held)) > 0 and not self.stop_signals:
             claim = self._claim(conn, min(free, LARGEST_CLAIM))
-            self._last_tenant = claim.last_tenant or ""
             log_claimed(claim.tasks, self.name)
             for task, route in claim.tasks:
                 self._start(conn, task, route)
@@ -269,9 +267,10 @@ class Worker:
         if self.alone:
             claim = claims.claim_alone(conn, self.name, lease_seconds, self.routes)
         else:
-            claim = claims.claim_tasks(
-                conn, self.name, free, lease_seconds, self.routes, self._last_tenant
-            )
+            place, began = self._place, time.monotonic()
+            begins = (place.after_tenant, place.from_task())
+            claim = claims.claim_tasks(conn, self.name, free, lease_seconds, self.routes, *begins)
+            place.note(claim, time.monotonic() - began)
         claimed = {task.task_id for task, _ in claim.tasks}
         for lease in self.held.leases():
             # It was taken back from us and is ours again by another token.

@@ -2,21 +2,25 @@
 
 LOCK TABLE tasks IN SHARE ROW EXCLUSIVE MODE;
 
-CREATE OR REPLACE FUNCTION due_tenants(routes text[], after_tenant text, at_most integer)
-RETURNS TABLE (place integer, tenant text) LANGUAGE plpgsql STABLE AS $$
+DROP FUNCTION due_tenants(text[], text, integer);
+CREATE FUNCTION due_tenants(
+    routes text[], after_tenant text, at_most integer, from_task bigint DEFAULT 0
+) RETURNS TABLE (place integer, tenant text) LANGUAGE plpgsql STABLE AS $$
 DECLARE
     last_tenant text := '~';  -- sorts behind every name
 BEGIN
     place := 0;
     tenant := after_tenant;
     WHILE place < at_most LOOP
-        -- Both bounds are the index's: a condition beside them would be asked of each row in turn.
+        -- Both bounds are the index's: a condition beside them would be asked of each row in turn. So
+        -- is the order, all of it: other indexes begin with the tenant as well.
         SELECT min(first_of_route.tenant) INTO tenant
         FROM unnest(routes) AS asked(route) CROSS JOIN LATERAL (
             SELECT t.tenant FROM tasks t
             WHERE t.due AND NOT t.alone AND t.requested_route = asked.route
               AND t.tenant > due_tenants.tenant AND t.tenant <= last_tenant
-            ORDER BY t.tenant
+              AND t.task_id >= from_task
+            ORDER BY t.tenant, t.priority DESC, t.task_id
             LIMIT 1) AS first_of_route;
         IF tenant IS NOT NULL THEN
             place := place + 1;
@@ -32,8 +36,9 @@ BEGIN
 END $$;
 
 -- A claim. Its statements stand in functions because Postgres keeps their plans there: planning
--- them anew took longer than running them. Which tasks are wanted is the worker's policy, see
--- queries/claims.py: [{"requested_route": …, "budget": …, "min_chars": …, "max_chars": …}, …].
+-- them anew took longer than running them. A plan that was made while the table was empty is kept as
+-- well, until it is analysed: so these have to read by an index even there. Which tasks are wanted is
+-- the worker's policy, see queries/claims.py: [{"requested_route": …, "budget": …, "min_chars": …, "max_chars": …}, …].
 
 -- PENDING tasks whose available_at has come are marked due: the claim's index holds only due rows,
 -- so a million delayed ones do not stand in its way. Returns the seconds until the next one's time;
@@ -73,7 +78,8 @@ END $$;
 -- of all workers.
 CREATE FUNCTION look_at_queue(
     depth_limit integer, count_in_flight boolean, OUT depth bigint, OUT in_flight jsonb
-) LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan AS $$
+) LANGUAGE plpgsql
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off AS $$
 BEGIN
     PERFORM mark_due();
     depth := count_due(depth_limit);
@@ -122,6 +128,12 @@ END $$;
 -- Leases up to `slots` due tasks. Fair between tenants: each of those that have something due gives
 -- an equal share of the batch, and the round starts after the tenant that was last served. Of each
 -- kind of route no more is taken than its budget allows (one that is not named has no limit).
+--
+-- What was claimed leaves dead entries at the front of the index until they are vacuumed away, and an
+-- old snapshot keeps them all: to pass them again and again costs more than all the rest. So a claim
+-- can begin at `from_task`, the lowest number that the one before took. It looks at lower ones as
+-- well if these do not fill its slots, or are not all of the usual priority: then others, older ones
+-- that the one before had no slot for, would be passed over.
 CREATE FUNCTION claim_tasks(
     by_worker     text,
     slots         integer,
@@ -130,13 +142,16 @@ CREATE FUNCTION claim_tasks(
     budgets       jsonb,
     after_tenant  text,
     depth_limit   integer,
+    from_task     bigint,
     OUT tasks            json,             -- NULL: none
     OUT last_tenant      text,             -- to which the round came; NULL: nothing is due
     OUT is_any_left      boolean,          -- another claim may find more
     OUT depth            bigint,           -- due besides these; NULL: no choice depends on it
     OUT has_suspect      boolean,          -- a task can have its last try now, alone
-    OUT next_due_seconds double precision  -- until the next delayed task is due; NULL: there is none
-) LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan AS $$
+    OUT next_due_seconds double precision, -- until the next delayed task is due; NULL: there is none
+    OUT next_from        bigint            -- where a claim soon after this one may begin; NULL: at 0
+) LANGUAGE plpgsql
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off AS $$
 DECLARE
     tenants text[];
     share   bigint;
@@ -144,55 +159,62 @@ DECLARE
     is_auto boolean;
 BEGIN
     next_due_seconds := mark_due();
-    tenants := ARRAY(
-        SELECT tenant FROM due_tenants(
-            ARRAY(SELECT asked ->> 'requested_route' FROM jsonb_array_elements(wanted) AS asked),
-            after_tenant, slots)
-        ORDER BY place);
-    last_tenant := tenants[cardinality(tenants)];
-    is_any_left := false;
-    IF last_tenant IS NOT NULL THEN
-        share := ceil(slots / cardinality(tenants)::numeric);
-        WITH asked AS (
-            SELECT * FROM jsonb_to_recordset(wanted) AS w(
-                requested_route text, budget text, min_chars integer, max_chars integer)
-        ),
-        locked AS (
-            SELECT visited.place, asked.budget, candidate.*
-            FROM unnest(tenants) WITH ORDINALITY AS visited(tenant, place) CROSS JOIN asked
-            CROSS JOIN LATERAL (
-                SELECT t.task_id, t.priority, t.requested_route FROM tasks t
-                WHERE t.due AND NOT t.alone
-                  AND t.requested_route = asked.requested_route AND t.tenant = visited.tenant
-                  AND (asked.min_chars IS NULL OR prompt_length(t.payload) >= asked.min_chars)
-                  AND (asked.max_chars IS NULL OR prompt_length(t.payload) <= asked.max_chars)
-                ORDER BY t.priority DESC, t.task_id
-                LIMIT share
-                FOR NO KEY UPDATE SKIP LOCKED) AS candidate
-        ),
-        ranked AS (
-            SELECT task_id, budget, place, requested_route,
-                   row_number() OVER (
-                       PARTITION BY place ORDER BY priority DESC, task_id) AS place_in_tenant,
-                   row_number() OVER (
-                       PARTITION BY budget ORDER BY priority DESC, task_id) AS place_in_budget
-            FROM locked
-        ),
-        taken AS (
-            SELECT task_id, requested_route FROM ranked
-            WHERE place_in_tenant <= share
-              AND place_in_budget <= coalesce((budgets ->> budget)::bigint, slots)
-            ORDER BY place_in_tenant, place
-            LIMIT slots
-        )
-        SELECT array_agg(task_id), bool_or(requested_route = 'auto'),
-               (SELECT max(place_in_tenant) >= share OR count(*) > (SELECT count(*) FROM taken)
-                FROM ranked)
-        INTO chosen, is_auto, is_any_left
-        FROM taken;
-        IF chosen IS NOT NULL THEN
-            tasks := lease_tasks(chosen, by_worker, lease_seconds);
+    LOOP
+        tenants := ARRAY(
+            SELECT tenant FROM due_tenants(
+                ARRAY(SELECT asked ->> 'requested_route' FROM jsonb_array_elements(wanted) AS asked),
+                after_tenant, slots, from_task)
+            ORDER BY place);
+        last_tenant := tenants[cardinality(tenants)];
+        is_any_left := false;
+        IF last_tenant IS NOT NULL THEN
+            share := ceil(slots / cardinality(tenants)::numeric);
+            WITH asked AS (
+                SELECT * FROM jsonb_to_recordset(wanted) AS w(
+                    requested_route text, budget text, min_chars integer, max_chars integer)
+            ),
+            locked AS (
+                SELECT visited.place, asked.budget, candidate.*
+                FROM unnest(tenants) WITH ORDINALITY AS visited(tenant, place) CROSS JOIN asked
+                CROSS JOIN LATERAL (
+                    SELECT t.task_id, t.priority, t.requested_route FROM tasks t
+                    WHERE t.due AND NOT t.alone
+                      AND t.requested_route = asked.requested_route AND t.tenant = visited.tenant
+                      AND t.task_id >= from_task
+                      AND (asked.min_chars IS NULL OR prompt_length(t.payload) >= asked.min_chars)
+                      AND (asked.max_chars IS NULL OR prompt_length(t.payload) <= asked.max_chars)
+                    ORDER BY t.priority DESC, t.task_id
+                    LIMIT share
+                    FOR NO KEY UPDATE SKIP LOCKED) AS candidate
+            ),
+            ranked AS (
+                SELECT task_id, budget, place, priority, requested_route,
+                       row_number() OVER (
+                           PARTITION BY place ORDER BY priority DESC, task_id) AS place_in_tenant,
+                       row_number() OVER (
+                           PARTITION BY budget ORDER BY priority DESC, task_id) AS place_in_budget
+                FROM locked
+            ),
+            taken AS (
+                SELECT task_id, priority, requested_route FROM ranked
+                WHERE place_in_tenant <= share
+                  AND place_in_budget <= coalesce((budgets ->> budget)::bigint, slots)
+                ORDER BY place_in_tenant, place
+                LIMIT slots
+            )
+            SELECT array_agg(task_id), bool_or(requested_route = 'auto'),
+                   (SELECT max(place_in_tenant) >= share OR count(*) > (SELECT count(*) FROM taken)
+                    FROM ranked),
+                   CASE WHEN count(*) = slots AND bool_and(priority = 0)
+                        AND cardinality(tenants) < slots AND budgets = '{}' THEN min(task_id) END
+            INTO chosen, is_auto, is_any_left, next_from
+            FROM taken;
         END IF;
+        EXIT WHEN from_task = 0 OR next_from IS NOT NULL;
+        from_task := 0;
+    END LOOP;
+    IF chosen IS NOT NULL THEN
+        tasks := lease_tasks(chosen, by_worker, lease_seconds);
     END IF;
     IF is_auto THEN
         depth := count_due(depth_limit);
@@ -206,7 +228,8 @@ END $$;
 -- Leases a task that has its last try, alone: no other may share a process with it.
 CREATE FUNCTION claim_suspect(
     by_worker text, lease_seconds double precision, wanted jsonb
-) RETURNS json LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan AS $$
+) RETURNS json LANGUAGE plpgsql
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off AS $$
 DECLARE
     chosen bigint;
 BEGIN

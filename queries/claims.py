@@ -66,12 +66,13 @@ class Claim:
     next_due_seconds: float | None = None  # until the next delayed task is due; None: there is none
     has_suspect: bool = False  # a task can have its last try now, alone
     last_tenant: str | None = None  # to which the round came; None: nothing is due
+    next_from: int | None = None  # where a claim soon after this one may begin
 
 
 CLAIM_TASKS = """
 SELECT * FROM claim_tasks(
     %(worker)s, %(slots)s, %(lease_seconds)s, %(wanted)s, %(budgets)s, %(after_tenant)s,
-    %(depth_limit)s)
+    %(depth_limit)s, %(from_task)s)
 """
 CLAIM_SUSPECT = "SELECT claim_suspect(%(worker)s, %(lease_seconds)s, %(wanted)s) AS tasks"
 
@@ -79,11 +80,14 @@ CLAIM_SUSPECT = "SELECT claim_suspect(%(worker)s, %(lease_seconds)s, %(wanted)s)
 TAKE_TURN = "SELECT pg_advisory_xact_lock(hashtext('orchestrator claim'));"
 LOOK = "SELECT * FROM look_at_queue(%(depth_limit)s, %(count_in_flight)s)"
 
-# The route was decided for tasks claimed a moment ago, in the same transaction.
+# The route was decided for tasks claimed a moment ago, in the same transaction. The state is asked
+# so that no index is used for it: the planner takes it that next to nothing runs, and would read
+# in tasks_to_list, which is of few tenants, all that does, or did since it was vacuumed.
 SET_ROUTES = """
 UPDATE tasks t SET route = chosen.route
 FROM jsonb_to_recordset(%(routes)s::jsonb) AS chosen(task_id bigint, token uuid, route text)
-WHERE t.task_id = chosen.task_id AND t.lease_token = chosen.token AND t.status = 'RUNNING'
+WHERE t.task_id = chosen.task_id AND t.lease_token = chosen.token
+  AND (t.status = 'RUNNING') IS TRUE
 """
 
 
@@ -94,10 +98,12 @@ def claim_tasks(
     lease_seconds: float,
     policy: ClaimPolicy,
     after_tenant: str = "",
+    from_task: int = 0,
 ) -> Claim:
     """Lease up to `slots` due tasks that `policy` wants now, and note the route of each.
 
-    `after_tenant` is the last tenant of the claim before.
+    `after_tenant` is the last tenant of the claim before, `from_task` where that one said that this
+    may begin: see worker/place.py.
     """
     look = None
     with transaction(conn) as cursor:
@@ -117,6 +123,7 @@ def claim_tasks(
                 "budgets": json.dumps(budgets),
                 "after_tenant": after_tenant,
                 "depth_limit": policy.depth_that_matters + 1,
+                "from_task": from_task,
             },
         )
         tasks = _claimed_tasks(row)
@@ -129,6 +136,7 @@ def claim_tasks(
             row["next_due_seconds"],
             row["has_suspect"],
             row["last_tenant"],
+            row["next_from"],
         )
 
 

@@ -115,7 +115,8 @@ class Beat:
 
 
 # Renews the leases that are still ours. A row that a settle of the same process holds is not
-# waited for: its token, read without a lock, says whether it is ours.
+# waited for: its token, read without a lock, says whether it is ours. The state is asked as in
+# SET_ROUTES.
 RENEW_LEASES = """
 WITH ours AS (
     SELECT * FROM jsonb_to_recordset(%(leases)s::jsonb) AS l(task_id bigint, token uuid)
@@ -123,7 +124,7 @@ WITH ours AS (
 free AS (
     SELECT t.task_id, t.lease_token
     FROM tasks t JOIN ours ON t.task_id = ours.task_id AND t.lease_token = ours.token
-    WHERE t.status = 'RUNNING'
+    WHERE (t.status = 'RUNNING') IS TRUE
     ORDER BY t.task_id
     FOR NO KEY UPDATE OF t SKIP LOCKED
 ),
@@ -131,11 +132,12 @@ renewed AS (
     UPDATE tasks t
     SET lease_expires_at = current_instant() + make_interval(secs => %(lease_seconds)s)
     FROM free
-    WHERE t.task_id = free.task_id AND t.status = 'RUNNING' AND t.lease_token = free.lease_token
+    WHERE t.task_id = free.task_id AND t.lease_token = free.lease_token
+      AND (t.status = 'RUNNING') IS TRUE
 )
 SELECT t.task_id, t.lease_token::text AS token, t.cancel_requested
 FROM tasks t JOIN ours ON t.task_id = ours.task_id AND t.lease_token = ours.token
-WHERE t.status = 'RUNNING'
+WHERE (t.status = 'RUNNING') IS TRUE
 """
 
 

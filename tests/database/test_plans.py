@@ -68,7 +68,7 @@ SAMPLES: dict[str, Any] = {
     **dict.fromkeys(("tasks", "leases", "outcomes", "routes", "wanted", "references"), NO_ROWS),
     **dict.fromkeys(("steps", "edges"), NO_ROWS),
     **dict.fromkeys(("task_id", "number", "root_id", "after", "last_id", "before", "only"), 7),
-    **dict.fromkeys(("run_id", "count"), 7),
+    **dict.fromkeys(("run_id", "count", "from_task"), 7),
     **{name: [7] for name in ("run_ids", "task_ids", "succeeded", "dead", "locked_runs")},
     "approved": True,
     "payload": "{}",
@@ -302,7 +302,8 @@ Ask = tuple[str, dict[str, Any], int, int]
 
 def of_workers(leased: list[Row]) -> dict[str, Ask]:
     first_tenant, late_tenant = {"after_tenant": ""}, {"after_tenant": "tenant-98"}
-    claim = {**CLAIM, "wanted": WANTED}
+    claim = {**CLAIM, "wanted": WANTED, "from_task": 0}
+    behind = {**claim, "from_task": A_RUN}
     renew = {"leases": json.dumps(leased), "lease_seconds": 30}
     settle = {"outcomes": json.dumps([{**SETTLED, **lease} for lease in leased]), **CAPS}
     routes = {"routes": json.dumps([{**lease, "route": "local"} for lease in leased])}
@@ -311,6 +312,7 @@ def of_workers(leased: list[Row]) -> dict[str, Ask]:
         "look, with limits": (claims.LOOK, {**claim, "count_in_flight": True}, 60, RUNNING),
         "claim 4, first tenant": (claims.CLAIM_TASKS, {**claim, **first_tenant}, 500, 4),
         "claim 4, late tenant": (claims.CLAIM_TASKS, {**claim, **late_tenant}, 500, 4),
+        "claim 4, nothing behind": (claims.CLAIM_TASKS, {**behind, **first_tenant}, 20_000, 4),
         "claim a suspect": (claims.CLAIM_SUSPECT, claim, 100, 5),
         "note 8 routes": (claims.SET_ROUTES, routes, 120, 8),
         "renew 8 leases": (leases.RENEW_LEASES, renew, 120, 8),
