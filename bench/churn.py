@@ -46,7 +46,7 @@ class Length:
 
 
 FULL = Length(minutes=10, held_seconds=60, drained=20_000, repetitions=3)
-QUICK = Length(minutes=1, held_seconds=20, drained=5000, repetitions=1)
+QUICK = Length(minutes=1, held_seconds=20, drained=20_000, repetitions=2)
 
 DEAD_TUPLES = "SELECT dead_tuple_count FROM pgstattuple('tasks')"
 LIVE_TASKS = "SELECT tuple_count FROM pgstattuple('tasks')"  # a count would tidy its pages up
