@@ -78,25 +78,28 @@ class Batch:
     is_full: bool  # there may be more at once
 
 
-# The rows of a run go by their index, those of a lone task by its key. A reader of either does not
-# say which it is: the other half is empty.
-STREAM_AND_HERE = """
-WITH stream AS NOT MATERIALIZED (
+# The rows of a run go by their index, those of a lone task by its key. Whoever reads does not say
+# which it is: one half of each is empty.
+FIND_HERE = """
+WITH here AS MATERIALIZED (
+    SELECT system_identifier::text AS cluster, pg_current_snapshot()::text AS now,
+           greatest(
+               (SELECT transaction FROM audit_log
+                WHERE root_id = %(root_id)s AND run_id IS NOT NULL
+                ORDER BY transaction DESC LIMIT 1),
+               (SELECT max(transaction) FROM audit_log
+                WHERE task_id = %(root_id)s AND run_id IS NULL))::text AS last_writer
+    FROM pg_control_system()
+)
+"""
+TELL_HERE = "SELECT * FROM here"
+# First what is left of the batch that the position stands in, then what became visible after it.
+FIND_EVENTS = """,
+stream AS NOT MATERIALIZED (
     SELECT * FROM audit_log WHERE root_id = %(root_id)s AND run_id IS NOT NULL
     UNION ALL
     SELECT * FROM audit_log WHERE task_id = %(root_id)s AND run_id IS NULL
 ),
-here AS MATERIALIZED (
-    SELECT system_identifier::text AS cluster, pg_current_snapshot()::text AS now,
-           (SELECT s.transaction::text FROM stream s
-            ORDER BY s.transaction DESC LIMIT 1) AS last_writer
-    FROM pg_control_system()
-)
-"""
-HERE = STREAM_AND_HERE + "SELECT * FROM here"
-
-# First what is left of the batch that the position stands in, then what became visible after it.
-READ_EVENTS = STREAM_AND_HERE + """,
 found AS (
     SELECT 1 AS phase, s.* FROM stream s
     WHERE s.transaction >= pg_snapshot_xmin(%(before)s::pg_snapshot)
@@ -115,6 +118,8 @@ FROM here LEFT JOIN LATERAL (
     SELECT * FROM found ORDER BY phase, id LIMIT %(most)s) AS f ON true
 ORDER BY f.phase, f.id
 """
+HERE = FIND_HERE + TELL_HERE
+READ_EVENTS = FIND_HERE + FIND_EVENTS
 
 LARGEST_BATCH = 500
 
