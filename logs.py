@@ -36,8 +36,8 @@ def say(logger: logging.Logger, level: int, sentence: str, action: str, **fields
 
 def line(sentence: str, action: str, **fields: object) -> str:
     """`sentence` with its fields, as `say` logs it."""
-    pairs = " ".join(f"{key}={_value(value)}" for key, value in fields.items() if value is not None)
-    return f"{sentence} action={action} {pairs}".rstrip()
+    pairs = [f"{key}={_value(value)}" for key, value in fields.items() if value is not None]
+    return " ".join([sentence, f"action={action}", *pairs])
 
 
 def say_all(logger: logging.Logger, level: int, lines: Iterable[str]) -> None:

@@ -29,6 +29,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import contextlib
+import gc
 import logging
 import random
 import string
@@ -231,7 +232,7 @@ class Worker:
             log_claimed(claim.tasks, self.name)
             for task, route in claim.tasks:
                 self._start(conn, task, route)
-            if (next_due := claim.look.next_due_seconds) is not None:
+            if (next_due := claim.next_due_seconds) is not None:
                 # What is overdue still is a row that somebody holds: no reason to hurry.
                 pause = next_due if next_due > 0 else OVERDUE_SECONDS
                 self._sleep_seconds = min(self._sleep_seconds, pause)
@@ -239,9 +240,8 @@ class Worker:
                 self._suspects.start()
             self._note_contention(claim)
             # Of what others make due from now on, a notification tells.
-            is_nothing_left = len(claim.tasks) == claim.look.depth
-            self._wants_slots = self._is_draining or not is_nothing_left
-            if is_nothing_left or not claim.tasks:
+            self._wants_slots = self._is_draining or claim.is_any_left
+            if not claim.tasks or not claim.is_any_left:
                 return
             if time.monotonic() >= self._next_reap:  # the settler frees slots all the time
                 self._sleep_seconds = 0.0
@@ -251,7 +251,7 @@ class Worker:
         """If nothing was to be had for others' locks or calls, look again soon."""
         if claim.tasks:
             self._contended = 0
-        elif claim.look.depth and self.routes.has_limits:
+        elif claim.depth and self.routes.has_limits:
             # Another worker's call has to end first, and nobody notifies of that.
             self._sleep_seconds = min(self._sleep_seconds, FULL_ROUTE_POLL_SECONDS)
         elif claim.last_tenant is not None:
@@ -413,6 +413,8 @@ def main() -> int:
             logger, logging.INFO, "Worker started.", "started",
             worker=worker.name, concurrency=worker.concurrency,
         )  # fmt: skip
+        gc.freeze()  # what the process has by now stays: no collection need look at it again
+        gc.set_threshold(10_000)  # a batch of tasks leaves thousands of objects, and no cycles
         worker.run(drain=args.drain or args.alone)
     except (ConfigError, SchemaOutdated) as refused:
         logger.error("%s", refused)

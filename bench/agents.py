@@ -211,9 +211,6 @@ class WhateverIsDue:
     has_limits = False
     depth_that_matters = 0
 
-    def open_requests(self) -> list[str]:
-        return ["auto"]
-
     def wanted_at_any_depth(self) -> list[Wanted] | None:
         return [Wanted("auto", "all")]
 

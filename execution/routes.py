@@ -98,16 +98,10 @@ class Routes:
         if self.has_limits or (len(open_routes) == 1 and not self._routing.fallback):
             return None
         self._left = {name: None if name in open_routes else 0 for name in ROUTES}
-        return [Wanted(name, name) for name in self._requests_for(open_routes)]
-
-    def open_requests(self) -> list[str]:
-        """The requested routes of which some tasks can run now, as far as servers go."""
-        return self._requests_for([name for name in ROUTES if self._is_open(name)])
-
-    def _requests_for(self, open_routes: list[str]) -> list[str]:
-        if self._routing.fallback and open_routes:
-            open_routes = list(ROUTES)
-        return ["none", *open_routes, *(["auto"] if open_routes else [])]
+        requests = ["none"]
+        if open_routes:  # both, or one that takes what the other would
+            requests += [*ROUTES, "auto"]
+        return [Wanted(name, name) for name in requests]
 
     def choose(self, tasks: Sequence[ClaimedTask], depth: int) -> list[str | None]:
         """The route of each task, within the budgets of `wanted`; None: none, or none now."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 def storable(text: str) -> str:
     """`text` as text and jsonb can hold it: what they cannot becomes U+FFFD."""
+    if type(text) is str and text.isascii() and "\0" not in text:
+        return text
     whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return whole.replace("\0", "\ufffd")
 

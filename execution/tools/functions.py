@@ -48,6 +48,7 @@ class FunctionTool:
     rest: TypeAdapter[Any] | None  # of **rest: takes arguments of any name
     context_name: str | None
     is_quick: bool = False  # marked by returns_at_once
+    takes_anything: bool = False  # any names with any JSON
 
     def takes_no_time(self, args: Mapping[str, Any]) -> bool:
         """Whether `call_at_once` may be used with these arguments."""
@@ -55,7 +56,8 @@ class FunctionTool:
 
     def call_at_once(self, args: Mapping[str, Any], max_bytes: int) -> Any:
         """As `call`, on the thread of whoever asks; the result has at most `max_bytes`."""
-        return storable_result(self.function(**self._read(args, None)), max_bytes)
+        values = args if self.takes_anything else self._read(args, None)
+        return storable_result(self.function(**values), max_bytes)
 
     async def call(self, args: Mapping[str, Any], context: ToolContext) -> Any:
         """The function's result, storable; raises what the function raises, and Permanent."""
@@ -118,6 +120,7 @@ def _described(name: str, function: Callable[..., Any]) -> FunctionTool:
     adapters: dict[str, TypeAdapter[Any]] = {}
     required: set[str] = set()
     rest: TypeAdapter[Any] | None = None
+    takes_anything = False
     context_name: str | None = None
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
@@ -128,7 +131,7 @@ def _described(name: str, function: Callable[..., Any]) -> FunctionTool:
         if wanted is ToolContext or ToolContext in get_args(wanted):
             context_name = parameter.name
         elif parameter.kind == parameter.VAR_KEYWORD:
-            rest = TypeAdapter(wanted)
+            rest, takes_anything = TypeAdapter(wanted), wanted is Any
         else:
             adapters[parameter.name] = TypeAdapter(wanted)
             if parameter.default is parameter.empty:
@@ -141,6 +144,7 @@ def _described(name: str, function: Callable[..., Any]) -> FunctionTool:
         rest,
         context_name,
         getattr(function, "returns_at_once", False),
+        takes_anything and not adapters,
     )
 
 
@@ -153,7 +157,7 @@ def _is_small(args: Mapping[str, Any]) -> bool:
         left -= 1
         if isinstance(here, str):
             left -= len(here)
-        elif isinstance(here, Mapping):
+        elif isinstance(here, dict):
             left -= len(here)
             if left > 0:
                 todo += here.keys()

@@ -12,6 +12,8 @@ from execution.text import storable
 DEEPEST = 100
 LONGEST_NUMBER_BITS = 10_000  # some 3,000 digits; Python reads back no more than 4,300
 
+_shortest_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
 
 class NotStorable(Permanent):
     """This is no JSON value, or none that Postgres holds and Python reads back."""
@@ -20,8 +22,7 @@ class NotStorable(Permanent):
 def storable_result(value: Any, max_bytes: int) -> Any:
     """A copy of a JSON value, fit for Postgres; raises NotStorable."""
     copy = _Copy(max_bytes).of(value, 0)
-    size = len(json.dumps(copy, ensure_ascii=False, separators=(",", ":")).encode())
-    if size > max_bytes:
+    if len(_shortest_json(copy).encode()) > max_bytes:
         raise _too_large(max_bytes)
     return copy
 
@@ -37,16 +38,16 @@ class _Copy:
         self._count(1)
         if depth > DEEPEST:
             raise NotStorable(f"the result is nested deeper than {DEEPEST}")
-        if value is None or isinstance(value, bool):
-            return value
         if isinstance(value, str):
             return self._text(value)
+        if isinstance(value, dict):
+            return {self._key(key): self.of(member, depth + 1) for key, member in value.items()}
+        if value is None or isinstance(value, bool):
+            return value
         if isinstance(value, int):
             return _whole_number(int(value))
         if isinstance(value, float):
             return _number(float(value))
-        if isinstance(value, dict):
-            return {self._key(key): self.of(member, depth + 1) for key, member in value.items()}
         if isinstance(value, list | tuple):
             return [self.of(member, depth + 1) for member in value]
         raise NotStorable(f"the result is no JSON: it holds a {_kind(value)}")

@@ -118,8 +118,11 @@ def test_a_statement_over_many_rows_writes_one_audit_row_for_each(conn: Connecti
     tasks = [rows.submit(conn) for _ in range(50)]
     assert len(rows.claim(conn, 50).tasks) == 50
     assert all(reasons(conn, task_id) == ["created", "claimed"] for task_id in tasks)
-    found = sql(conn, "SELECT task_id FROM audit_log WHERE reason = 'claimed' ORDER BY id")
-    assert [entry["task_id"] for entry in found] == tasks
+    claimed = """
+        SELECT task_id FROM audit_log WHERE task_id = ANY(%(tasks)s) AND reason = 'claimed'
+        ORDER BY id
+    """
+    assert [entry["task_id"] for entry in sql(conn, claimed, tasks=tasks)] == tasks
 
 
 def test_whoever_acts_for_a_person_leaves_his_name_at_every_transition(conn: Connection) -> None:

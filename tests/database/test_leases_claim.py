@@ -13,6 +13,7 @@ import pytest
 
 import db
 from db import Connection
+from queries import claims
 from tests.support import rows
 from tests.support.rows import claim, row, set_clock, submit
 
@@ -140,6 +141,42 @@ def test_running_and_final_tasks_are_no_depth(conn: Connection) -> None:
     assert claim(conn).depth == 0
 
 
+# --- whether to look again -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 4, 7, 30])
+@pytest.mark.parametrize("of_tenants", [(), (1,), (5,), (5, 1, 1), (1, 2, 3, 4), (1,) * 9])
+def test_who_claims_until_a_claim_says_that_nothing_is_left_has_all(
+    conn: Connection, of_tenants: tuple[int, ...], slots: int
+) -> None:
+    for number, tasks in enumerate(of_tenants):
+        for _ in range(tasks):
+            submit(conn, tenant=f"t{number}", priority=tasks)
+    after = ""
+    for _ in range(sum(of_tenants) + 1):
+        found = claim(conn, slots, after_tenant=after)
+        after = found.last_tenant or ""
+        if not found.is_any_left:
+            break
+    assert rows.sql(conn, "SELECT count(*) AS n FROM tasks WHERE due") == [{"n": 0}]
+
+
+def test_a_claim_that_leaves_slots_free_needs_no_second_one(conn: Connection) -> None:
+    for number in range(3):
+        submit(conn, tenant=f"t{number}")
+    found = claim(conn, 6)
+    assert (len(found.tasks), found.is_any_left) == (3, False)
+
+
+def test_what_a_budget_has_kept_back_is_left(conn: Connection) -> None:
+    for _ in range(3):
+        submit(conn)
+    policy = rows.Everything()
+    policy.has_limits, policy.budgets = True, {"all": 2}
+    found = claims.claim_tasks(conn, "w1", 9, 30.0, policy)
+    assert (len(found.tasks), found.is_any_left) == (2, True)
+
+
 # --- tenants ---------------------------------------------------------------------------------
 
 
@@ -211,7 +248,7 @@ def test_workers_that_claim_at_once_never_get_the_same_task(
         for slots in itertools.cycle((1, 3, 7)):
             found = claim(conns[number], slots, f"w{number}")
             got += numbers(found)
-            if not found.tasks and not found.depth:
+            if found.last_tenant is None:
                 return got
         raise AssertionError
 

@@ -282,8 +282,7 @@ REAP = {
     "after": 0,
     "locked_runs": [],
 }
-LOOK = {"depth_limit": 10, "open_requests": ["auto", "local", "cloud", "none"]}
-CLAIM = {"worker": "w1", "slots": 4, "lease_seconds": 30, "budgets": "{}"}
+CLAIM = {"worker": "w1", "slots": 4, "lease_seconds": 30, "budgets": "{}", "depth_limit": 10}
 WANTED = json.dumps([vars(claims.Wanted(route, "all")) for route in ("none", "local", "auto")])
 RUNNING = 100
 SUBMIT = [
@@ -308,20 +307,11 @@ def of_workers(leased: list[Row]) -> dict[str, Ask]:
     settle = {"outcomes": json.dumps([{**SETTLED, **lease} for lease in leased]), **CAPS}
     routes = {"routes": json.dumps([{**lease, "route": "local"} for lease in leased])}
     return {
-        # With stale statistics, what became due is read whole and sorted: here 500 tasks.
-        "mark 100 due": (claims.MARK_DUE, {"sweep_limit": 100}, 3000, 500),
-        "look": (claims.LOOK, {**LOOK, "count_in_flight": False}, 40, 0),
-        "look, with limits": (claims.LOOK, {**LOOK, "count_in_flight": True}, 60, RUNNING),
+        "look": (claims.LOOK, {**claim, "count_in_flight": False}, 40, 0),
+        "look, with limits": (claims.LOOK, {**claim, "count_in_flight": True}, 60, RUNNING),
         "claim 4, first tenant": (claims.CLAIM_TASKS, {**claim, **first_tenant}, 500, 4),
         "claim 4, late tenant": (claims.CLAIM_TASKS, {**claim, **late_tenant}, 500, 4),
-        "look, and claim 4": (
-            claims.LOOK_AND_CLAIM,
-            {**claim, **late_tenant, **LOOK, "count_in_flight": False},
-            540,
-            4,
-        ),
-        "is there a suspect for us": (claims.HAS_SUSPECT, claim, 20, 5),
-        "claim a suspect": (claims.CLAIM_ALONE, claim, 100, 5),
+        "claim a suspect": (claims.CLAIM_SUSPECT, claim, 100, 5),
         "note 8 routes": (claims.SET_ROUTES, routes, 120, 8),
         "renew 8 leases": (leases.RENEW_LEASES, renew, 120, 8),
         "settle 8": (leases.SETTLE_TASKS, settle, 400, 8),
@@ -478,13 +468,23 @@ def hot(conn: Connection) -> dict[str, Ask]:
 def test_no_hot_statement_reads_a_table_sorts_a_backlog_or_touches_many_pages(
     full: Connection,
 ) -> None:
-    wrong = {}
-    for name, (statement, values, most_pages, most_sorted) in hot(full).items():
-        plan = plan_of(full, statement, values)
-        seen = plan.scans_of_whole_tables(), plan.pages, plan.most_rows_sorted()
-        if seen[0] or plan.pages > most_pages or plan.most_rows_sorted() > most_sorted:
-            wrong[name] = seen
-    assert wrong == {}
+    # With stale statistics, what became due is read whole and sorted: here 500 tasks, once.
+    marks = too_much(full, "SELECT mark_due()", {}, most_pages=15_000, most_sorted=500)
+    for _ in range(2):  # the second passes what the first has left behind
+        sql(full, "SELECT mark_due()")
+    wrong = {name: too_much(full, *asked) for name, asked in hot(full).items()}
+    assert {name: seen for name, seen in {**wrong, "mark": marks}.items() if seen} == {}
+
+
+def too_much(
+    conn: Connection, statement: str, values: dict[str, Any], most_pages: int, most_sorted: int
+) -> tuple[list[str], int, int] | None:
+    """The tables that it reads whole, its pages and the rows it sorts, if that is too much."""
+    plan_of(conn, statement, values)  # what is inside functions is planned here, and kept
+    plan = plan_of(conn, statement, values)
+    seen = plan.scans_of_whole_tables(), plan.pages, plan.most_rows_sorted()
+    is_fine = not seen[0] and plan.pages <= most_pages and plan.most_rows_sorted() <= most_sorted
+    return None if is_fine else seen
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,7 @@
-"""Reads what Postgres says it does for a statement: EXPLAIN (ANALYZE, BUFFERS), rolled back."""
+"""Reads what Postgres says it does for a statement: EXPLAIN (ANALYZE, BUFFERS), rolled back.
+
+Of a function that it calls, auto_explain tells the same: each statement in it as a plan of its own.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,10 @@ class Plan:
 
     nodes: list[dict[str, Any]]
     pages: int
+
+    def is_of_a_trigger(self) -> bool:
+        """Whether it reads the tables of changed rows."""
+        return any(node["Node Type"] == "Named Tuplestore Scan" for node in self.nodes)
 
     def scans_of_whole_tables(self) -> list[str]:
         return [
@@ -51,12 +58,14 @@ def rows_read(node: Mapping[str, Any]) -> int:
 
 
 def plan_of(conn: Connection, statement: str, values: Mapping[str, Any]) -> Plan:
-    """Run the statement, tell how it went, and roll it back."""
-    with db.transaction(conn) as cursor:
+    """Run the statement, with the functions that it calls; tell how it went, and roll it back."""
+    with plans_inside_functions(conn) as inside, db.transaction(conn) as cursor:
         cursor.execute("EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) " + statement, values)
         ((explained),) = (row["QUERY PLAN"][0]["Plan"] for row in cursor.fetchall())
         cursor.execute("ROLLBACK AND CHAIN")
-    return _plan(explained)
+    plan = _plan(explained)  # its pages are those of the functions as well
+    more = (node for one in inside if not one.is_of_a_trigger() for node in one.nodes)
+    return Plan([*plan.nodes, *more], plan.pages)
 
 
 def _plan(explained: dict[str, Any]) -> Plan:
@@ -80,10 +89,11 @@ def plans_inside_functions(conn: Connection) -> Iterator[list[Plan]]:
         db.fetch(conn, f"SET auto_explain.{setting}")
     db.fetch(conn, "SET client_min_messages = log")
     found: list[Plan] = []
-    conn.notices.clear()
+    usual, conn.notices = conn.notices, []  # without a limit
     yield found
     db.fetch(conn, "RESET client_min_messages")
-    for notice in conn.notices:
+    notices, conn.notices = conn.notices, usual
+    for notice in notices:
         if "plan:\n" in notice:
             told = json.loads(notice.split("plan:\n", 1)[1])
             found.append(_plan(told["Plan"]))

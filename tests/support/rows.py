@@ -78,20 +78,18 @@ class Everything:
 
     def __init__(self, depth_that_matters: int = 5) -> None:
         self.depth_that_matters = depth_that_matters
+        self.budgets: dict[str, int | None] = {}
         self.depth = 0  # as the choice of routes saw it
-
-    def open_requests(self) -> list[str]:
-        return ["auto", "local", "cloud", "none"]
 
     def wanted_at_any_depth(self) -> list[Wanted] | None:
         return None if self.looks_first or self.has_limits else self._everything()
 
     def wanted(self, look: Look) -> tuple[list[Wanted], dict[str, int | None]]:
         self.depth = look.depth
-        return self._everything(), {}
+        return self._everything(), self.budgets
 
     def _everything(self) -> list[Wanted]:
-        return [Wanted(route, "all") for route in self.open_requests()]
+        return [Wanted(route, "all") for route in ("auto", "local", "cloud", "none")]
 
     def choose(self, tasks: Sequence[ClaimedTask], depth: int) -> list[str | None]:
         self.depth = depth
@@ -106,6 +104,7 @@ class Claimed:
     depth: int  # besides this batch
     next_due_seconds: float | None
     last_tenant: str | None
+    is_any_left: bool
 
 
 def claim(
@@ -120,7 +119,9 @@ def claim(
     policy = Everything(depth_wanted)
     found = claims.claim_tasks(conn, worker, slots, lease_seconds, policy, after_tenant)
     tasks = [task for task, _ in found.tasks]
-    return Claimed(tasks, policy.depth, found.look.next_due_seconds, found.last_tenant)
+    return Claimed(
+        tasks, policy.depth, found.next_due_seconds, found.last_tenant, found.is_any_left
+    )
 
 
 def claimed(conn: Connection, worker: str = "w1", **fields: Any) -> ClaimedTask:

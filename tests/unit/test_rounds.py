@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from errors import DatabaseUnavailable
-from queries.claims import Claim, Look
+from queries.claims import Claim
 from queries.leases import ClaimedTask, Lease, Outcome
 from scheduler import Worker
 from tests.conftest import settings_for
@@ -39,7 +39,7 @@ def claims_of(worker: Worker, monkeypatch: pytest.MonkeyPatch, depth: int) -> li
         left = depth - len(seen)
         seen.append(left)
         task = ClaimedTask(Lease(left, "t"), left, "tool", {}, "none", None, 1, 1, 0)
-        return Claim([(task, None)] if left else [], Look(left, False, free, None, {}))
+        return Claim([(task, None)] if left else [], is_any_left=left > 1)
 
     monkeypatch.setattr(worker, "_claim", claim)
     worker.claim_and_start(None)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ def routes(*open_routes: str, **routing: object) -> Routes:
 
 
 def look(depth: int, slots: int = 4, **in_flight: int) -> Look:
-    return Look(depth, False, slots, None, in_flight)
+    return Look(depth, slots, in_flight)
 
 
 def task(number: int, length: int, requested: str = "auto") -> ClaimedTask:
@@ -121,10 +121,15 @@ def test_a_full_route_wants_nothing_more() -> None:
 
 
 def test_tasks_without_a_route_are_looked_for_while_any_route_is_open() -> None:
-    assert routes().open_requests() == ["none"]
-    assert routes("cloud").open_requests() == ["none", "cloud", "auto"]
-    assert set(routes("local", "cloud").open_requests()) == {"none", "local", "cloud", "auto"}
-    assert set(routes("cloud", fallback=True).open_requests()) == {"none", "local", "cloud", "auto"}
+    everything = {"none", "local", "cloud", "auto"}
+    for made, requested in (
+        (routes(), {"none"}),
+        (routes("cloud"), {"none", "cloud", "auto"}),
+        (routes("local", "cloud"), everything),
+        (routes("cloud", fallback=True), everything),
+    ):
+        wanted, _ = made.wanted(look(3))
+        assert {one.requested_route for one in wanted} == requested
 
 
 def test_the_pauses_of_a_route_grow_until_a_call_has_worked() -> None:
