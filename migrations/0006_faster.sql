@@ -2,6 +2,268 @@
 
 LOCK TABLE tasks IN SHARE ROW EXCLUSIVE MODE;
 
+
+-- --- what an audit row costs: its key is the index by which a task's story is read, and only rows of
+-- runs are in the one by which a run's events are read
+
+ALTER TABLE audit_log DROP CONSTRAINT audit_log_pkey;
+ALTER TABLE audit_log ADD PRIMARY KEY (task_id, id, at);
+DROP INDEX audit_log_by_task;
+DROP INDEX audit_log_by_root;
+CREATE INDEX audit_log_by_root ON audit_log (root_id, transaction) WHERE run_id IS NOT NULL;
+
+
+-- --- what a changed row costs: each trigger reads the changed rows once
+
+DROP TRIGGER audit_tasks_created ON tasks;
+DROP TRIGGER audit_tasks ON tasks;
+DROP FUNCTION audit_created_tasks();
+DROP FUNCTION audit_changed_tasks();
+DROP FUNCTION notify_listeners(boolean, bigint[]);
+DROP FUNCTION transition_detail(tasks);
+
+CREATE FUNCTION transition_detail(
+    kind text, status task_status, reason text, last_error text, delay interval, result jsonb, gate jsonb
+) RETURNS jsonb LANGUAGE sql STABLE
+RETURN CASE
+    WHEN reason IN ('claimed', 'succeeded')
+         AND coalesce(current_setting('orchestrator.acts_for', true), '') = '' THEN '{}'::jsonb
+    ELSE CASE
+        WHEN reason IN ('retry', 'outage') THEN jsonb_build_object(
+            'error', last_error,
+            'delay_seconds', round(extract(epoch FROM delay)::numeric, 3))
+        WHEN status = 'FAILED' AND kind <> 'run' THEN jsonb_build_object('error', last_error)
+        ELSE '{}'::jsonb
+    END || CASE
+        WHEN nullif(current_setting('orchestrator.acts_for', true), '') IS NOT NULL
+        THEN jsonb_build_object('by', current_setting('orchestrator.acts_for', true))
+        ELSE '{}'::jsonb
+    END || CASE
+        WHEN reason IN ('parked', 'approved', 'rejected') THEN jsonb_strip_nulls(jsonb_build_object(
+            'feedback', coalesce(result, gate -> 'decision') -> 'feedback',
+            'artefact', gate -> 'artefact'))
+        ELSE '{}'::jsonb
+    END
+END;
+
+CREATE FUNCTION audit_created_tasks() RETURNS trigger LANGUAGE plpgsql AS $$
+DECLARE
+    told record;
+BEGIN
+    WITH created AS (
+        SELECT n.task_id, n.parent_id, n.kind, n.step, n.tenant, n.status, n.reason, n.worker, n.attempt,
+               t.to_status IS NULL AS is_illegal
+        FROM new_tasks n LEFT JOIN transitions t
+            ON t.from_status IS NULL AND t.to_status = n.status AND t.reason = n.reason
+    ),
+    logged AS (
+        INSERT INTO audit_log (
+            root_id, task_id, run_id, step, tenant, from_status, to_status, reason, worker, attempt)
+        SELECT coalesce(parent_id, task_id), task_id,
+               CASE kind WHEN 'run' THEN task_id ELSE parent_id END,
+               step, tenant, NULL, status, reason, worker, attempt
+        FROM created
+        ORDER BY task_id
+    )
+    SELECT min(format('%s (%s)', status, reason)) FILTER (WHERE is_illegal) AS illegal,
+           bool_or(status = 'PENDING') AS is_pending
+    INTO told FROM created;
+    IF told.illegal IS NOT NULL THEN
+        RAISE EXCEPTION 'a task cannot be created as %', told.illegal
+            USING ERRCODE = 'check_violation', CONSTRAINT = 'transitions';
+    END IF;
+    -- Delayed ones as well: a worker that sleeps longer than the delay has to know of it.
+    IF told.is_pending THEN
+        PERFORM pg_notify('tasks_claimable', '');
+    END IF;
+    RETURN NULL;
+END $$;
+
+CREATE FUNCTION audit_changed_tasks() RETURNS trigger LANGUAGE plpgsql AS $$
+DECLARE
+    told record;
+BEGIN
+    WITH paired AS (
+        SELECT n.task_id, n.parent_id, n.kind, n.step, n.tenant, o.status AS old_status, n.status, n.reason,
+               n.worker, n.attempt,
+               transition_detail(n.kind, n.status, n.reason, n.last_error,
+                                 n.available_at - n.updated_at, n.result, n.gate) AS detail,
+               n.status IS DISTINCT FROM o.status OR n.reason <> o.reason
+                   OR n.lease_token IS DISTINCT FROM o.lease_token AS has_moved,
+               n.due AND NOT o.due AS is_claimable,
+               n.callback_url IS NOT NULL AND n.finished_at IS NOT NULL AND o.finished_at IS NULL
+                   AS is_to_be_told
+        FROM new_tasks n FULL JOIN old_tasks o ON n.task_id = o.task_id
+    ),
+    changed AS (
+        SELECT paired.*, has_moved AND t.to_status IS NULL AS is_illegal
+        FROM paired LEFT JOIN transitions t
+            ON t.from_status = old_status AND t.to_status = status AND t.reason = paired.reason
+        WHERE has_moved OR is_claimable
+    ),
+    logged AS (
+        INSERT INTO audit_log (
+            root_id, task_id, run_id, step, tenant, from_status, to_status, reason,
+            worker, attempt, detail)
+        SELECT coalesce(parent_id, task_id), task_id,
+               CASE kind WHEN 'run' THEN task_id ELSE parent_id END,
+               step, tenant, old_status, status, reason, worker, attempt, detail
+        FROM changed
+        WHERE status <> old_status
+        ORDER BY task_id
+    )
+    SELECT min(format('task %s cannot go from %s to %s (%s)', task_id, old_status, status, reason))
+               FILTER (WHERE is_illegal) AS illegal,
+           string_agg(concat_ws(',', task_id, parent_id), ',') FILTER (WHERE has_moved) AS ids,
+           bool_or(is_claimable) AS is_claimable,
+           bool_or(is_to_be_told) AS is_to_be_told
+    INTO told FROM changed;
+    IF told.illegal IS NOT NULL THEN
+        RAISE EXCEPTION '%', told.illegal
+            USING ERRCODE = 'check_violation', CONSTRAINT = 'transitions';
+    END IF;
+    IF told.is_claimable THEN
+        PERFORM pg_notify('tasks_claimable', '');
+    END IF;
+    IF told.ids IS NOT NULL THEN
+        PERFORM pg_notify(
+            'tasks_changed', CASE WHEN length(told.ids) < 7000 THEN told.ids ELSE '' END);
+    END IF;
+
+    -- Whoever asked to be told of an end is told by a task, born in the transaction of that end.
+    IF told.is_to_be_told THEN
+        INSERT INTO tasks (tenant, kind, payload, priority, requested_route)
+        SELECT n.tenant, 'callback',
+               jsonb_build_object('task_id', n.task_id, 'url', n.callback_url), n.priority, 'none'
+        FROM new_tasks n FULL JOIN old_tasks o ON n.task_id = o.task_id
+        WHERE n.callback_url IS NOT NULL AND n.finished_at IS NOT NULL AND o.finished_at IS NULL
+        ORDER BY n.task_id;
+    END IF;
+    RETURN NULL;
+END $$;
+
+CREATE TRIGGER audit_tasks_created AFTER INSERT ON tasks
+    REFERENCING NEW TABLE AS new_tasks
+    FOR EACH STATEMENT EXECUTE FUNCTION audit_created_tasks();
+CREATE TRIGGER audit_tasks AFTER UPDATE ON tasks
+    REFERENCING OLD TABLE AS old_tasks NEW TABLE AS new_tasks
+    FOR EACH STATEMENT EXECUTE FUNCTION audit_changed_tasks();
+
+CREATE OR REPLACE FUNCTION count_changed_tasks() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    INSERT INTO figure_changes (
+        tenant, kind, blocked, pending, running, awaiting_approval, succeeded, failed, cancelled,
+        due, dead, retries, reclaimed, timed, microseconds,
+        paid_local, cost_local, paid_cloud, cost_cloud)
+    SELECT *
+    FROM (
+        SELECT
+            tenant, kind,
+            sum(n) FILTER (WHERE status = 'BLOCKED') AS blocked,
+            sum(n) FILTER (WHERE status = 'PENDING') AS pending,
+            sum(n) FILTER (WHERE status = 'RUNNING') AS running,
+            sum(n) FILTER (WHERE status = 'AWAITING_APPROVAL') AS awaiting_approval,
+            sum(n) FILTER (WHERE status = 'SUCCEEDED') AS succeeded,
+            sum(n) FILTER (WHERE status = 'FAILED') AS failed,
+            sum(n) FILTER (WHERE status = 'CANCELLED') AS cancelled,
+            sum(n) FILTER (WHERE due) AS due,
+            sum(n) FILTER (WHERE status = 'FAILED' AND reason <> 'rejected') AS dead,
+            sum(n * retry_count) AS retries,
+            sum(n) FILTER (WHERE reclaim_count > 0) AS reclaimed,
+            sum(n) FILTER (
+                WHERE status = 'SUCCEEDED' AND duration_seconds IS NOT NULL) AS timed,
+            sum(n * (duration_seconds * 1000000)::bigint) FILTER (
+                WHERE status = 'SUCCEEDED') AS microseconds,
+            sum(n) FILTER (WHERE route = 'local' AND cost IS NOT NULL) AS paid_local,
+            sum(n * cost) FILTER (WHERE route = 'local') AS cost_local,
+            sum(n) FILTER (WHERE route = 'cloud' AND cost IS NOT NULL) AS paid_cloud,
+            sum(n * cost) FILTER (WHERE route = 'cloud') AS cost_cloud
+        FROM (
+            SELECT 1 AS n, tenant, kind, status, reason, due, retry_count, reclaim_count,
+                   duration_seconds, route, cost
+            FROM new_tasks
+            UNION ALL
+            SELECT -1, tenant, kind, status, reason, due, retry_count, reclaim_count,
+                   duration_seconds, route, cost
+            FROM old_tasks
+        ) AS task
+        GROUP BY tenant, kind
+    ) AS changed
+    WHERE (
+        blocked, pending, running, awaiting_approval, succeeded, failed, cancelled, due, dead,
+        retries, reclaimed, timed, microseconds, paid_local, cost_local, paid_cloud, cost_cloud
+    ) <> (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    RETURN NULL;
+END $$;
+
+
+-- --- what a statement costs: CHECKs of one column move to its type. The types get theirs when the
+-- columns have them: so no row is written anew, but each is looked at.
+
+ALTER TABLE tasks
+    DROP CONSTRAINT tenant_is_a_name,
+    DROP CONSTRAINT name_is_a_name_and_no_number,
+    DROP CONSTRAINT key_is_not_empty,
+    DROP CONSTRAINT priority_is_a_digit,
+    DROP CONSTRAINT counters_count_up,
+    DROP CONSTRAINT own_limits_allow_a_try,
+    DROP CONSTRAINT route_is_known,
+    DROP CONSTRAINT cost_is_no_debt,
+    DROP CONSTRAINT running_is_leased,
+    DROP CONSTRAINT run_only_waits_and_ends,
+    DROP CONSTRAINT final_is_finished;
+
+CREATE DOMAIN tenant_name AS text;
+CREATE DOMAIN task_name AS text;
+CREATE DOMAIN client_key AS text;
+CREATE DOMAIN digit AS smallint;
+CREATE DOMAIN tally AS bigint;
+CREATE DOMAIN try_limit AS integer;
+CREATE DOMAIN time_limit AS double precision;
+CREATE DOMAIN asked_route AS text;
+CREATE DOMAIN taken_route AS text;
+CREATE DOMAIN amount AS numeric;
+ALTER TABLE tasks
+    ALTER COLUMN tenant TYPE tenant_name,
+    ALTER COLUMN name TYPE task_name,
+    ALTER COLUMN idempotency_key TYPE client_key,
+    ALTER COLUMN priority TYPE digit,
+    ALTER COLUMN attempt TYPE tally,
+    ALTER COLUMN delivery_count TYPE tally,
+    ALTER COLUMN retry_count TYPE tally,
+    ALTER COLUMN reclaim_count TYPE tally,
+    ALTER COLUMN max_retry TYPE try_limit,
+    ALTER COLUMN timeout_seconds TYPE time_limit,
+    ALTER COLUMN requested_route TYPE asked_route,
+    ALTER COLUMN route TYPE taken_route,
+    ALTER COLUMN prompt_tokens TYPE tally,
+    ALTER COLUMN completion_tokens TYPE tally,
+    ALTER COLUMN cost TYPE amount;
+ALTER DOMAIN tenant_name ADD CONSTRAINT tenant_is_a_name CHECK (
+    VALUE ~ '^[A-Za-z0-9_-]+$' AND char_length(VALUE) <= 64);
+ALTER DOMAIN task_name ADD CONSTRAINT name_is_a_name_and_no_number CHECK (
+    VALUE ~ '^[A-Za-z0-9_-]+$' AND char_length(VALUE) <= 64 AND VALUE !~ '^[0-9]+$');
+ALTER DOMAIN client_key ADD CONSTRAINT key_is_not_empty CHECK (VALUE <> '');
+ALTER DOMAIN digit ADD CONSTRAINT priority_is_a_digit CHECK (VALUE BETWEEN 0 AND 9);
+ALTER DOMAIN tally ADD CONSTRAINT counters_count_up CHECK (VALUE >= 0);
+ALTER DOMAIN try_limit ADD CONSTRAINT own_limits_allow_a_try CHECK (VALUE >= 1);
+ALTER DOMAIN time_limit ADD CONSTRAINT own_limits_allow_a_try CHECK (VALUE > 0);
+ALTER DOMAIN asked_route ADD CONSTRAINT route_is_known CHECK (
+    VALUE IN ('auto', 'local', 'cloud', 'none'));
+ALTER DOMAIN taken_route ADD CONSTRAINT route_is_known CHECK (VALUE IN ('local', 'cloud'));
+ALTER DOMAIN amount ADD CONSTRAINT cost_is_no_debt CHECK (VALUE >= 0);
+
+ALTER TABLE tasks
+    ADD CONSTRAINT counters_count_up CHECK (attempt >= delivery_count),
+    ADD CONSTRAINT running_is_leased CHECK (CASE WHEN status = 'RUNNING'
+        THEN (lease_token, lease_expires_at, worker, started_at) IS NOT NULL
+        ELSE (lease_token, lease_expires_at) IS NULL END),
+    ADD CONSTRAINT run_only_waits_and_ends CHECK (
+        kind <> 'run' OR status = 'BLOCKED' OR status >= 'SUCCEEDED'),
+    ADD CONSTRAINT final_is_finished CHECK (
+        (status >= 'SUCCEEDED') = (finished_at IS NOT NULL));
+
+
 CREATE OR REPLACE FUNCTION due_tenants(routes text[], after_tenant text, at_most integer)
 RETURNS TABLE (place integer, tenant text) LANGUAGE plpgsql STABLE AS $$
 DECLARE

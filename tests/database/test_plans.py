@@ -366,8 +366,10 @@ def of_the_api(here: events.Position) -> dict[str, Ask]:
         "fold": (figures.FOLD_FIGURES, {"page_rows": 1000}, 4000, 0),
         "audit": (listings.LIST_TRANSITIONS, {"task_id": 4711, "after": 0, "limit": 20}, 30, 2),
         "where the events are": (events.HERE, now, 30, 0),
+        "where a run's events are": (events.HERE, {"root_id": A_RUN}, 30, 0),
         "no events": (events.READ_EVENTS, now, 30, 2),
         "events from the beginning": (events.READ_EVENTS, old, 30, 2),
+        "no events of a run": (events.READ_EVENTS, {**now, "root_id": A_RUN}, 30, 2),
     }
 
 
