@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Self, TypeVar
 
 import psycopg
@@ -43,7 +45,7 @@ from errors import DatabaseUnavailable, LeaseLost, OrchestratorError, SchemaOutd
 from execution.agent.clock import go_on_behind
 from execution.agent.shown import MOST_BYTES, shown
 from pool import looks_alive
-from queries.jobs import HOLD_LEASE, INSERT_STATE, LEASE_IS_GONE, READ_TABLES_VERSION
+from queries.jobs import HOLD_LEASE, LEASE_IS_GONE, READ_TABLES_VERSION, SHOW_STATE
 from queries.leases import ClaimedTask
 
 __all__ = ["CheckpointPool", "FencedSaver", "open_pool", "shown"]
@@ -163,6 +165,9 @@ class _Reader(ClientCursor[DictRow]):
         return self
 
 
+ROW_TO_ADD = re.compile(
+    r"(\s*INSERT INTO .* VALUES )(\(.*?\))(\s+ON CONFLICT .* DO NOTHING\s*)", re.S
+)
 LONGEST_MESSAGE = 2**30 - 6  # bytes; behind a longer one Postgres hangs up
 
 
@@ -176,7 +181,14 @@ class _Writer:
         self._statements.append((query, params))
 
     def executemany(self, query: str, params_seq: Iterable[Any]) -> None:
-        self._statements += [(query, params) for params in params_seq]
+        """One statement for all rows, if it is one that leaves rows alone that are there."""
+        rows = [tuple(params) for params in params_seq]
+        if rows and (parts := ROW_TO_ADD.fullmatch(query)):
+            before, row, behind = parts.groups()
+            query = before + ", ".join([row] * len(rows)) + behind
+            self._statements.append((query, tuple(chain.from_iterable(rows))))
+        else:
+            self._statements += [(query, row) for row in rows]
 
     def send(self, conn: Connection) -> None:
         """One message, which is one transaction."""
@@ -262,7 +274,7 @@ class FencedSaver(PostgresSaver):
         writer.execute(HOLD_LEASE, self._fence)
         yield writer
         if (state := getattr(self._in_this_thread, "state", None)) is not None:
-            writer.execute(INSERT_STATE, state)
+            writer.execute(SHOW_STATE, state)
         with self._connection() as conn:
             writer.send(conn)
 
