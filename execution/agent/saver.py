@@ -165,9 +165,6 @@ class _Reader(ClientCursor[DictRow]):
         return self
 
 
-ROW_TO_ADD = re.compile(
-    r"(\s*INSERT INTO .* VALUES )(\(.*?\))(\s+ON CONFLICT .* DO NOTHING\s*)", re.S
-)
 LONGEST_MESSAGE = 2**30 - 6  # bytes; behind a longer one Postgres hangs up
 
 
@@ -175,29 +172,34 @@ class _Writer:
     """What LangGraph writes with: it keeps the statements until all of them are sent."""
 
     def __init__(self) -> None:
-        self._statements: list[tuple[str, Any]] = []
+        self._statements: list[tuple[str, list[Any]]] = []  # and for which values each is run
 
     def execute(self, query: str, params: Any = None) -> None:
-        self._statements.append((query, params))
+        self._statements.append((query, [params]))
 
     def executemany(self, query: str, params_seq: Iterable[Any]) -> None:
-        """One statement for all rows, if it is one that leaves rows alone that are there."""
-        rows = [tuple(params) for params in params_seq]
-        if rows and (parts := ROW_TO_ADD.fullmatch(query)):
-            before, row, behind = parts.groups()
-            query = before + ", ".join([row] * len(rows)) + behind
-            self._statements.append((query, tuple(chain.from_iterable(rows))))
-        else:
-            self._statements += [(query, row) for row in rows]
+        self._statements.append((query, list(params_seq)))
 
     def send(self, conn: Connection) -> None:
         """One message, which is one transaction."""
         with ClientCursor(conn) as cursor:
-            statements = [cursor.mogrify(query, params) for query, params in self._statements]
-            message = (conn.limits + ";".join(statements)).encode()
+            texts = chain.from_iterable(_texts(cursor, *each) for each in self._statements)
+            message = (conn.limits + ";".join(texts)).encode()
             if len(message) > LONGEST_MESSAGE:
                 raise ValueError(f"{len(message)} bytes are more than Postgres takes at once")
             cursor.execute(message)
+
+
+ADDS_ROWS = re.compile(r"(INSERT INTO [^%]* VALUES )(\([%s, ]*\))( ON CONFLICT [^%]* DO NOTHING)")
+
+
+def _texts(cursor: ClientCursor[Any], query: str, all_params: list[Any]) -> list[str]:
+    """The statement for each of these; where it only adds rows, one statement for all of them."""
+    adds = ADDS_ROWS.fullmatch(" ".join(query.split())) if len(all_params) > 1 else None
+    if adds is None:
+        return [cursor.mogrify(query, params) for params in all_params]
+    before, row, behind = adds.groups()
+    return [before + ", ".join(cursor.mogrify(row, params) for params in all_params) + behind]
 
 
 class FencedSaver(PostgresSaver):
