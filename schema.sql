@@ -1042,6 +1042,46 @@ CREATE TRIGGER count_no_tasks AFTER TRUNCATE ON tasks
     FOR EACH STATEMENT EXECUTE FUNCTION forget_figures();
 
 
+-- Stores one task that waits for nobody, and returns its number; NULL if its idempotency key has made
+-- one before. A function keeps its plan: planning this took Postgres a quarter of the time.
+CREATE FUNCTION create_task(
+    tenant            text,
+    kind              text,
+    payload           jsonb,
+    name              text,
+    metadata          jsonb,
+    priority          integer,
+    delay_seconds     double precision,
+    max_retry         integer,
+    timeout_seconds   double precision,
+    requested_route   text,
+    idempotency_scope text,
+    idempotency_key   text,
+    request_hash      bytea,
+    callback_url      text
+) RETURNS bigint LANGUAGE plpgsql AS $$
+#variable_conflict use_column
+DECLARE
+    created bigint;
+BEGIN
+    INSERT INTO tasks (
+        tenant, kind, payload, name, metadata, priority, available_at, due, max_retry,
+        timeout_seconds, requested_route, idempotency_scope, idempotency_key, request_hash,
+        callback_url)
+    VALUES (
+        create_task.tenant, create_task.kind, create_task.payload, create_task.name,
+        create_task.metadata, create_task.priority,
+        current_instant() + make_interval(secs => delay_seconds), delay_seconds = 0,
+        create_task.max_retry, create_task.timeout_seconds, create_task.requested_route,
+        create_task.idempotency_scope, create_task.idempotency_key, create_task.request_hash,
+        create_task.callback_url)
+    ON CONFLICT (tenant, idempotency_scope, idempotency_key) WHERE idempotency_key IS NOT NULL
+        DO NOTHING
+    RETURNING task_id INTO created;
+    RETURN created;
+END $$;
+
+
 -- The way in for programs whose own data is in this database: the task is stored in the caller's
 -- transaction, so that both are committed or neither is; then it is claimable, and a worker wakes.
 --
@@ -1104,18 +1144,10 @@ BEGIN
             metadata)::text, 'UTF8'));
     END IF;
     LOOP
-        INSERT INTO tasks AS t (
-            tenant, kind, payload, metadata, priority, available_at, due, max_retry,
-            timeout_seconds, requested_route, idempotency_scope, idempotency_key, request_hash)
-        VALUES (
-            submit_task.tenant, 'prompt', jsonb_build_object('prompt', prompt),
-            submit_task.metadata, submit_task.priority,
-            current_instant() + make_interval(secs => delay_seconds), delay_seconds = 0,
-            submit_task.max_retry, submit_task.timeout_seconds, submit_task.requested_route,
-            CASE WHEN digest IS NOT NULL THEN 'sql' END, submit_task.idempotency_key, digest)
-        ON CONFLICT (tenant, idempotency_scope, idempotency_key) WHERE idempotency_key IS NOT NULL
-            DO NOTHING
-        RETURNING t.task_id INTO stored;
+        stored := create_task(
+            tenant, 'prompt', jsonb_build_object('prompt', prompt), NULL, metadata, priority,
+            delay_seconds, max_retry, timeout_seconds, requested_route,
+            CASE WHEN digest IS NOT NULL THEN 'sql' END, idempotency_key, digest, NULL);
         EXIT WHEN stored IS NOT NULL;
         -- The key is taken. Its holder may have rolled back meanwhile: then insert again.
         SELECT t.task_id, t.request_hash INTO existing FROM tasks t

@@ -142,3 +142,111 @@ BEGIN
     ON CONFLICT (task_id, checkpoint_id) DO UPDATE
     SET next_nodes = excluded.next_nodes, state = excluded.state;
 END $$;
+
+-- One task at a time.
+
+CREATE FUNCTION create_task(
+    tenant            text,
+    kind              text,
+    payload           jsonb,
+    name              text,
+    metadata          jsonb,
+    priority          integer,
+    delay_seconds     double precision,
+    max_retry         integer,
+    timeout_seconds   double precision,
+    requested_route   text,
+    idempotency_scope text,
+    idempotency_key   text,
+    request_hash      bytea,
+    callback_url      text
+) RETURNS bigint LANGUAGE plpgsql AS $$
+#variable_conflict use_column
+DECLARE
+    created bigint;
+BEGIN
+    INSERT INTO tasks (
+        tenant, kind, payload, name, metadata, priority, available_at, due, max_retry,
+        timeout_seconds, requested_route, idempotency_scope, idempotency_key, request_hash,
+        callback_url)
+    VALUES (
+        create_task.tenant, create_task.kind, create_task.payload, create_task.name,
+        create_task.metadata, create_task.priority,
+        current_instant() + make_interval(secs => delay_seconds), delay_seconds = 0,
+        create_task.max_retry, create_task.timeout_seconds, create_task.requested_route,
+        create_task.idempotency_scope, create_task.idempotency_key, create_task.request_hash,
+        create_task.callback_url)
+    ON CONFLICT (tenant, idempotency_scope, idempotency_key) WHERE idempotency_key IS NOT NULL
+        DO NOTHING
+    RETURNING task_id INTO created;
+    RETURN created;
+END $$;
+
+CREATE OR REPLACE FUNCTION submit_task(
+    prompt          text,
+    tenant          text             DEFAULT 'default',
+    priority        integer          DEFAULT 0,
+    delay_seconds   double precision DEFAULT 0,
+    max_retry       integer          DEFAULT NULL,
+    timeout_seconds double precision DEFAULT NULL,
+    requested_route text             DEFAULT 'auto',
+    metadata        jsonb            DEFAULT NULL,
+    idempotency_key text             DEFAULT NULL
+) RETURNS bigint
+LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
+#variable_conflict use_column
+DECLARE
+    refused  text;
+    digest   bytea;
+    existing record;
+    stored   bigint;
+BEGIN
+    -- What is NULL without being allowed to be falls through to the columns' NOT NULL.
+    refused := CASE
+        WHEN coalesce(prompt, '') !~ '\S'
+            THEN 'prompt: it is empty; say what the model is to do'
+        WHEN tenant !~ '^[A-Za-z0-9_-]{1,64}$'
+            THEN 'tenant: it is to be 1 to 64 of A-Z a-z 0-9 _ -'
+        WHEN priority NOT BETWEEN 0 AND 9
+            THEN 'priority: it is to be 0 to 9'
+        WHEN NOT coalesce(delay_seconds BETWEEN 0 AND 31536000, false)
+            THEN 'delay_seconds: it is to be 0 to 31536000 (a year)'
+        WHEN max_retry NOT BETWEEN 1 AND 10000
+            THEN 'max_retry: it is to be 1 to 10000'
+        WHEN NOT (timeout_seconds > 0 AND timeout_seconds <= 604800)
+            THEN 'timeout_seconds: it is to be more than 0 and at most 604800 (a week)'
+        WHEN requested_route NOT IN ('auto', 'local', 'cloud')
+            THEN 'requested_route: it is to be auto, local or cloud'
+        WHEN jsonb_typeof(metadata) <> 'object'
+            THEN 'metadata: it is to be an object'
+        WHEN idempotency_key !~ '^[ -~]{1,255}$'
+            THEN 'idempotency_key: it is to be 1 to 255 printable ASCII characters'
+    END;
+    IF refused IS NOT NULL THEN
+        RAISE EXCEPTION '%', refused USING ERRCODE = 'invalid_parameter_value';
+    END IF;
+    IF idempotency_key IS NOT NULL THEN
+        digest := sha256(convert_to(jsonb_build_array(
+            prompt, priority, delay_seconds, max_retry, timeout_seconds, requested_route,
+            metadata)::text, 'UTF8'));
+    END IF;
+    LOOP
+        stored := create_task(
+            tenant, 'prompt', jsonb_build_object('prompt', prompt), NULL, metadata, priority,
+            delay_seconds, max_retry, timeout_seconds, requested_route,
+            CASE WHEN digest IS NOT NULL THEN 'sql' END, idempotency_key, digest, NULL);
+        EXIT WHEN stored IS NOT NULL;
+        -- The key is taken. Its holder may have rolled back meanwhile: then insert again.
+        SELECT t.task_id, t.request_hash INTO existing FROM tasks t
+        WHERE t.tenant = submit_task.tenant AND t.idempotency_scope = 'sql'
+          AND t.idempotency_key = submit_task.idempotency_key;
+        IF existing.task_id IS NOT NULL AND existing.request_hash <> digest THEN
+            RAISE EXCEPTION
+                'this idempotency_key came with other arguments before; use a new key for a new task'
+                USING ERRCODE = 'unique_violation', CONSTRAINT = 'tasks_idempotency';
+        END IF;
+        stored := existing.task_id;
+        EXIT WHEN stored IS NOT NULL;
+    END LOOP;
+    RETURN stored;
+END $$;
