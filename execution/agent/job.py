@@ -168,8 +168,6 @@ class Job:
             return {}
 
     def _newest_state(self) -> Row | None:
-        if self.task.attempt == 1:  # it never falls: nobody has begun this job
-            return None
         with self.shared.ledger.connection() as conn:
             return newest_state(conn, self.task.task_id)
 
