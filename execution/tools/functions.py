@@ -52,7 +52,7 @@ class FunctionTool:
 
     def takes_no_time(self, args: Mapping[str, Any]) -> bool:
         """Whether `call_at_once` may be used with these arguments."""
-        return self.is_quick and self.context_name is None and _is_small(args)
+        return self.is_quick and self.context_name is None and is_small(args)
 
     def call_at_once(self, args: Mapping[str, Any], max_bytes: int) -> Any:
         """As `call`, on the thread of whoever asks; the result has at most `max_bytes`."""
@@ -148,10 +148,10 @@ def _described(name: str, function: Callable[..., Any]) -> FunctionTool:
     )
 
 
-def _is_small(args: Mapping[str, Any]) -> bool:
-    """Whether they hold no more than some characters and values, all in all."""
+def is_small(*values: Any) -> bool:
+    """Whether these JSON values hold no more than some characters and values, all in all."""
     left = MOST_AT_ONCE
-    todo: list[Any] = [args]
+    todo: list[Any] = [*values]
     while todo and left > 0:
         here = todo.pop()
         left -= 1

@@ -365,8 +365,9 @@ def test_a_tool_that_is_cancelled_before_its_arguments_are_read_is_not_called() 
     assert sample_tools.SEEN == []
 
 
-def test_large_arguments_are_filled_in_and_read_off_the_runner_s_loop(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("part", "is_small"), [("x", True), ("x" * 3000, False)])
+def test_large_arguments_are_filled_in_and_all_are_read_off_the_runner_s_loop(
+    monkeypatch: pytest.MonkeyPatch, part: str, is_small: bool
 ) -> None:
     threads: list[threading.Thread] = []
 
@@ -379,10 +380,11 @@ def test_large_arguments_are_filled_in_and_read_off_the_runner_s_loop(
 
     monkeypatch.setattr("execution.tool.fill", noted(fill))
     monkeypatch.setattr(FunctionTool, "_read", noted(FunctionTool._read))
-    step = step_of("add", {"a": "{{ n.output }}"}, {Reference("n"): 40})
-    assert asyncio.run(outcome_of(step)).result == 42
-    assert len(threads) == 2
-    assert threading.current_thread() not in threads
+    outputs = {Reference("n"): 40, Reference("of_another"): part}
+    assert asyncio.run(outcome_of(step_of("add", {"a": "{{ n.output }}"}, outputs))).result == 42
+    filled_in, read_in = threads
+    assert (filled_in is threading.current_thread()) == is_small
+    assert read_in is not threading.current_thread()
 
 
 def test_a_stuck_thread_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:
