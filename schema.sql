@@ -1096,49 +1096,46 @@ CREATE TRIGGER count_no_tasks AFTER TRUNCATE ON tasks
     FOR EACH STATEMENT EXECUTE FUNCTION forget_figures();
 
 
--- How a settle and what follows from it are carried out: as functions, because a function keeps its
--- plans and a message does not. The settings are for plans that have to be good for any number of
--- rows, also if they were made while the tables were all but empty: each row by its index.
+-- A settle and what follows from it are functions, because a function keeps its plans, and to plan
+-- these statements costs more than to run them. A plan may have been made when the tables were all
+-- but empty, and has to be good when they are full: each row looked up by its key. So what is no key
+-- is compared by IS NOT DISTINCT FROM, for which no index can be used, and joined keys by
+-- = ANY(ARRAY[x]), which no scan of a whole index could serve.
 
 -- A run: BLOCKED -> SUCCEEDED, FAILED, CANCELLED, once none of its steps has anything before it. For
 -- whoever has locked the rows of these runs.
 CREATE FUNCTION end_runs(run_ids bigint[]) RETURNS void LANGUAGE plpgsql
-SET plan_cache_mode = force_generic_plan
-SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off AS $$
 DECLARE
     ended bigint[] := ARRAY(
-        SELECT run.task_id FROM unnest(run_ids) AS run(task_id)
-        WHERE NOT EXISTS (
-            SELECT FROM tasks s
-            WHERE s.parent_id = run.task_id
-              AND s.status IN ('BLOCKED', 'PENDING', 'RUNNING', 'AWAITING_APPROVAL')));
+        SELECT run_id FROM unnest(run_ids) AS run_id
+        WHERE (SELECT s.task_id FROM tasks s
+               WHERE s.parent_id = run_id
+                 AND s.status IN ('BLOCKED', 'PENDING', 'RUNNING', 'AWAITING_APPROVAL')
+               LIMIT 1) IS NULL);
 BEGIN
     IF ended = '{}' THEN
         RETURN;
     END IF;
-    WITH made AS (
-        SELECT run.task_id,
-               CASE
-                   WHEN run.cancel_requested THEN 'CANCELLED'
-                   WHEN EXISTS (SELECT FROM tasks s
-                                WHERE s.parent_id = run.task_id AND s.status = 'FAILED')
-                   THEN 'FAILED'
-                   WHEN EXISTS (SELECT FROM tasks s
-                                WHERE s.parent_id = run.task_id AND s.status = 'CANCELLED')
-                   THEN 'CANCELLED'
-                   ELSE 'SUCCEEDED'
-               END::task_status AS status
-        FROM tasks run
-        WHERE run.task_id = ANY(ended) AND run.status = 'BLOCKED'
-    )
     UPDATE tasks run
-    SET status = made.status,
-        reason = CASE made.status
-            WHEN 'SUCCEEDED' THEN 'succeeded' WHEN 'FAILED' THEN 'dependency_failed'
-            ELSE 'cancelled' END,
+    SET (status, reason) = (
+            SELECT end_of_run.status, end_of_run.reason
+            FROM (VALUES ('SUCCEEDED'::task_status, 'succeeded'), ('FAILED', 'dependency_failed'),
+                         ('CANCELLED', 'cancelled')) AS end_of_run(status, reason)
+            WHERE end_of_run.status = CASE
+                WHEN run.cancel_requested THEN 'CANCELLED'
+                WHEN (SELECT s.task_id FROM tasks s
+                      WHERE s.parent_id = run.task_id
+                        AND s.status IS NOT DISTINCT FROM 'FAILED'
+                      LIMIT 1) IS NOT NULL THEN 'FAILED'
+                WHEN (SELECT s.task_id FROM tasks s
+                      WHERE s.parent_id = run.task_id
+                        AND s.status IS NOT DISTINCT FROM 'CANCELLED'
+                      LIMIT 1) IS NOT NULL THEN 'CANCELLED'
+                ELSE 'SUCCEEDED'
+            END::task_status),
         finished_at = current_instant(), updated_at = current_instant()
-    FROM made
-    WHERE run.task_id = made.task_id AND run.status = 'BLOCKED';
+    WHERE run.task_id = ANY(ended) AND run.status IS NOT DISTINCT FROM 'BLOCKED';
 END $$;
 
 
@@ -1147,23 +1144,28 @@ END $$;
 -- so that the audit log has causes before effects, and a row is changed once per statement.
 CREATE FUNCTION end_steps(succeeded bigint[], dead bigint[], run_ids bigint[]) RETURNS void
 LANGUAGE plpgsql
-SET plan_cache_mode = force_generic_plan
-SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off AS $$
+DECLARE
+    waiting bigint[];  -- those that depend on one that has succeeded
+    met     bigint[];  -- on how many
+    doomed  bigint[];
 BEGIN
+    SELECT array_agg(task_id), array_agg(times) INTO waiting, met
+    FROM (
+        SELECT e.task_id, count(*) AS times
+        FROM unnest(succeeded) AS ended_id CROSS JOIN LATERAL (
+            SELECT task_id FROM step_edges WHERE needs = ended_id OFFSET 0) AS e
+        GROUP BY e.task_id) AS edges;
     -- BLOCKED -> PENDING, AWAITING_APPROVAL (promoted), where the last dependency has succeeded now.
     -- A step succeeds once, so it is counted once, also by a dependent that is CANCELLED for now.
-    IF EXISTS (SELECT FROM step_edges WHERE needs = ANY(succeeded)) THEN
-        WITH met AS (
-            SELECT task_id, count(*) AS times FROM step_edges
-            WHERE needs = ANY(succeeded)
-            GROUP BY task_id
-        ),
-        counted AS (
+    IF waiting IS NOT NULL THEN
+        WITH counted AS (
             SELECT t.task_id, t.unmet - met.times AS unmet,
                    t.status = 'BLOCKED' AND t.unmet = met.times AS is_ready,
                    CASE t.kind WHEN 'approval' THEN 'AWAITING_APPROVAL' ELSE 'PENDING' END::task_status
                        AS ready_status
-            FROM tasks t JOIN met USING (task_id)
+            FROM unnest(waiting, met) AS met(task_id, times)
+            JOIN tasks t ON t.task_id = ANY(ARRAY[met.task_id])
         ),
         moment AS (SELECT current_instant() AS at)
         UPDATE tasks t
@@ -1174,20 +1176,23 @@ BEGIN
             available_at = CASE WHEN c.is_ready THEN moment.at ELSE t.available_at END,
             updated_at = moment.at
         FROM counted c CROSS JOIN moment
-        WHERE t.task_id = c.task_id;
+        WHERE t.task_id = ANY(ARRAY[c.task_id]);
     END IF;
 
     -- BLOCKED -> CANCELLED (dependency_failed): what can never run, now that these are dead.
-    IF EXISTS (SELECT FROM step_edges WHERE needs = ANY(dead)) THEN
-        WITH RECURSIVE doomed AS (
-            SELECT task_id FROM step_edges WHERE needs = ANY(dead)
-            UNION
-            SELECT e.task_id FROM doomed JOIN step_edges e ON e.needs = doomed.task_id
-        )
+    IF dead <> '{}' THEN
+        doomed := ARRAY(
+            WITH RECURSIVE doomed AS (
+                SELECT unnest(dead) AS task_id
+                UNION
+                SELECT e.task_id FROM doomed CROSS JOIN LATERAL (
+                    SELECT task_id FROM step_edges WHERE needs = doomed.task_id OFFSET 0) AS e
+            )
+            SELECT task_id FROM doomed);
         UPDATE tasks
         SET status = 'CANCELLED', reason = 'dependency_failed',
             finished_at = current_instant(), updated_at = current_instant()
-        WHERE task_id IN (SELECT task_id FROM doomed) AND status = 'BLOCKED';
+        WHERE task_id = ANY(doomed) AND status IS NOT DISTINCT FROM 'BLOCKED';
     END IF;
 
     PERFORM end_runs(run_ids);
@@ -1202,14 +1207,13 @@ END $$;
 CREATE FUNCTION settle_tasks(
     outcomes jsonb, run_ids bigint[], usual_max_retry integer, usual_max_delay double precision
 ) RETURNS json LANGUAGE plpgsql
-SET plan_cache_mode = force_generic_plan
-SET enable_seqscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off AS $$
 #variable_conflict use_column
 DECLARE
-    told       json;
-    succeeded  bigint[];
-    dead       bigint[];
-    ended_in   bigint[];  -- the runs of both
+    told      json;
+    succeeded bigint[];
+    dead      bigint[];
+    ended_in  bigint[];  -- the runs of both
 BEGIN
     IF run_ids <> '{}' THEN
         PERFORM FROM tasks
@@ -1227,12 +1231,12 @@ BEGIN
         ORDER BY task_id
     ),
     held AS (
-        SELECT o.*, t.lease_token, t.cancel_requested, t.retry_count,
-               coalesce(t.max_retry, o.max_retry, usual_max_retry) AS most_failures
-        FROM outcome o JOIN tasks t ON t.task_id = o.task_id AND t.lease_token = o.token
-        WHERE t.status = 'RUNNING'
-        ORDER BY t.task_id
-        FOR NO KEY UPDATE OF t
+        SELECT o.*, leased.lease_token, leased.cancel_requested, leased.retry_count,
+               coalesce(leased.max_retry, o.max_retry, usual_max_retry) AS most_failures
+        FROM outcome o CROSS JOIN LATERAL (
+            SELECT t.lease_token, t.cancel_requested, t.retry_count, t.max_retry FROM tasks t
+            WHERE t.task_id = o.task_id AND t.status = 'RUNNING' AND t.lease_token = o.token
+            FOR NO KEY UPDATE) AS leased
     ),
     judged AS (
         SELECT held.*,
@@ -1288,7 +1292,9 @@ BEGIN
             finished_at = CASE
                 WHEN d.to_status NOT IN ('PENDING', 'AWAITING_APPROVAL') THEN moment.at END
         FROM decided d CROSS JOIN moment
-        WHERE t.task_id = d.task_id AND t.status = 'RUNNING' AND t.lease_token = d.lease_token
+        WHERE t.task_id = ANY(ARRAY[d.task_id])
+          AND t.status IS NOT DISTINCT FROM 'RUNNING'
+          AND t.lease_token IS NOT DISTINCT FROM d.lease_token
         RETURNING t.task_id, t.parent_id AS run_id, d.lease_token AS token, t.status,
                   t.reason, t.attempt, t.retry_count, t.delivery_count,
                   greatest(0, extract(epoch FROM t.available_at - t.updated_at)) AS delay_seconds,
