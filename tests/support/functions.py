@@ -1,10 +1,12 @@
-"""Functions of the database as they would be without one of their guards."""
+"""Functions of the database: as they would be without a guard, and where they are not yet."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from config import ROOT
 from db import Connection
 from tests.support.rows import sql
 
@@ -25,3 +27,18 @@ def rewritten(conn: Connection, function: str, changes: Mapping[str, str]) -> It
         yield
     finally:
         sql(conn, found["text"])
+
+
+@contextmanager
+def borrowed(conn: Connection, *functions: str) -> Iterator[None]:
+    """In the block, a database of an older version has these functions of today's."""
+    schema = (ROOT / "schema.sql").read_text()
+    for function in functions:
+        found = re.search(rf"^CREATE FUNCTION {function}\(.*?^END \$\$;", schema, re.M | re.S)
+        assert found is not None
+        sql(conn, found[0])
+    try:
+        yield
+    finally:
+        for function in functions:
+            sql(conn, f"DROP FUNCTION {function}")
