@@ -53,6 +53,20 @@ class ToolCalls:
         """
         tool, args = await self._read(task)
         context = ToolContext(_key_of(task), task.attempt, task.task_id, self._settings)
+        if isinstance(tool, FunctionTool):
+            result, error = await tool.begin(args, context).outcome()
+        else:
+            result, error = await self._call(tool, args, context)
+        if error is not None:
+            # Its text is of the tool's making, too.
+            verdict = partial(self._verdict, task, error)
+            raise await in_thread(f"error of task {task.task_id}", verdict)
+        return Outcome("succeeded", result=result)
+
+    async def _call(
+        self, tool: Tool, args: Mapping[str, Any], context: ToolContext
+    ) -> tuple[Any, BaseException | None]:
+        """What a tool that runs on this loop returned or raised."""
         # A task of its own: whatever the tool cancels or is cancelled by, it is not us.
         calling = asyncio.create_task(_call(tool, args, context))
         try:
@@ -63,12 +77,7 @@ class ToolCalls:
             self._left_behind.add(calling)
             calling.add_done_callback(self._left_behind.discard)
             raise
-        result, error = calling.result()
-        if error is not None:
-            # Its text is of the tool's making, too.
-            verdict = partial(self._verdict, task, error)
-            raise await in_thread(f"error of task {task.task_id}", verdict)
-        return Outcome("succeeded", result=result)
+        return calling.result()
 
     async def close(self) -> None:
         await self._registry.close()

@@ -61,10 +61,19 @@ class FunctionTool:
 
     async def call(self, args: Mapping[str, Any], context: ToolContext) -> Any:
         """The function's result, storable; raises what the function raises, and Permanent."""
+        return await self.begin(args, context).result()
+
+    def begin(self, args: Mapping[str, Any], context: ToolContext) -> Thread[Any]:
+        """Such a call, in its thread. When nobody waits for it any more, the function is told."""
         loop = OwnLoop()
+
+        def stop() -> None:
+            context.cancel()
+            loop.cancel()
+
         title = f"tool {self.name} of task {context.task_id}"
         call = partial(self._call, args, context, loop)
-        return await Thread(title, call, on_cancel=loop.cancel, afterwards=loop.close).result()
+        return Thread(title, call, on_cancel=stop, afterwards=loop.close)
 
     def _call(self, args: Mapping[str, Any], context: ToolContext, loop: OwnLoop) -> Any:
         values = self._read(args, context)

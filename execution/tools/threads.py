@@ -98,14 +98,21 @@ class Thread(Generic[T]):
         self._is_running = True
         _Caller.begin(name, self._run, is_last)
 
-    async def result(self) -> T:
-        """What the function returned or raised. Cancelling this leaves the thread to itself."""
+    async def outcome(self) -> tuple[Any, BaseException | None]:
+        """What the function returned, or else raised: so a CancelledError is not taken for ours.
+
+        Cancelling this leaves the thread to itself.
+        """
         try:
-            value, error = await self._ended
+            return await self._ended
         except asyncio.CancelledError:
             self._on_cancel()
             self._loop.call_later(DEAF_SECONDS, self._say_if_deaf)
             raise
+
+    async def result(self) -> T:
+        """What the function returned or raised. Cancelling this leaves the thread to itself."""
+        value, error = await self.outcome()
         if error is not None:
             raise error
         returned: T = value
