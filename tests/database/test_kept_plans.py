@@ -93,6 +93,17 @@ def test_the_end_of_a_run_reads_its_last_step_and_no_other(warm: Connection) -> 
     assert_good(plans)
 
 
+def test_the_end_of_one_step_of_many_reads_none_that_have_ended(warm: Connection) -> None:
+    first = {f"a{n}": [] for n in range(MANY)}
+    run_id = runs.submit(warm, {**first, "b": ["a0"], "c": ["b"], "d": ["c"]})
+    settle_many(warm)
+    lease = runs.take(warm, run_id, "b")
+    with plans_inside_functions(warm) as plans:
+        assert rows.settle(warm, lease, "succeeded")
+    assert_good(plans)
+    assert max(plan.most_rows_read() for plan in plans if not plan.is_of_trigger()) <= 5
+
+
 @pytest.mark.parametrize(
     "function",
     ["settle_tasks(jsonb, bigint[], integer, double precision)", "audit_changed_tasks()"],
