@@ -89,10 +89,12 @@ def test_an_idle_thread_ends_after_a_while_and_the_last_call_of_one_at_once(
     async def last() -> threading.Thread:
         return await Thread("last", threading.current_thread, is_last=True).result()
 
-    monkeypatch.setattr(threads, "IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(threads, "IDLE_SECONDS", 1.0)
     (usual,) = run(threading.current_thread, idle=nobody_idle)
-    of_its_own = asyncio.run(last())
-    assert of_its_own is not usual
-    of_its_own.join(20)
+    assert asyncio.run(last()) is not usual
+    eventually(lambda: not nobody_idle)
     usual.join(20)
-    assert nobody_idle == []
+    monkeypatch.setattr(threads, "IDLE_SECONDS", 600)
+    of_its_own = asyncio.run(last())
+    of_its_own.join(20)
+    assert not of_its_own.is_alive()

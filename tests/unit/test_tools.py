@@ -274,6 +274,8 @@ def test_a_deadline_is_kept_whether_the_tool_listens_or_not(
     if tool in ("deaf", "deaf_async", "block"):
         eventually(lambda: "does not listen" in caplog.text)
         assert "ask 7" in caplog.text
+    if tool == "deaf_async":
+        eventually(lambda: sample_tools.SEEN == ["deaf_async: heard and went on"])
     elif tool == "listen":
         eventually(lambda: sample_tools.SEEN == ["listen: True, True"])
 
