@@ -108,7 +108,7 @@ def test_the_end_of_one_step_of_many_reads_none_that_have_ended(warm: Connection
     with plans_inside_functions(warm) as plans:
         assert rows.settle(warm, lease, "succeeded")
     assert_good(plans)
-    assert max(plan.most_rows_read() for plan in plans if not plan.is_of_trigger()) <= 5
+    assert max(plan.most_rows_read() for plan in plans if not plan.is_of_a_trigger()) <= 5
 
 
 @pytest.mark.parametrize(
