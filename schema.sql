@@ -14,7 +14,7 @@
 --
 -- A run is a row too, the parent of its steps. It is BLOCKED until they have ended; a step is
 -- BLOCKED until all that it depends on have SUCCEEDED. What the end of a step does to other rows
--- is told in queries/runs.py.
+-- is told in end_steps.
 --
 -- This file installs an empty database. migrations/ brings an older one to the same shape.
 
