@@ -14,7 +14,7 @@
 --
 -- A run is a row too, the parent of its steps. It is BLOCKED until they have ended; a step is
 -- BLOCKED until all that it depends on have SUCCEEDED. What the end of a step does to other rows
--- is told in queries/runs.py.
+-- is told in end_steps.
 --
 -- This file installs an empty database. migrations/ brings an older one to the same shape.
 
@@ -1275,6 +1275,226 @@ BEGIN
         DO NOTHING
     RETURNING task_id INTO created;
     RETURN created;
+END $$;
+
+
+-- A settle and what follows from it are functions, because a function keeps its plans, and to plan
+-- these statements costs more than to run them. A plan may have been made when the tables were all
+-- but empty, and has to be good when they are full: each row looked up by its key. So what is no key
+-- is compared by IS NOT DISTINCT FROM, for which no index can be used, and joined keys by
+-- = ANY(ARRAY[x]), which no scan of a whole index could serve.
+
+-- A run: BLOCKED -> SUCCEEDED, FAILED, CANCELLED, once none of its steps has anything before it. For
+-- whoever has locked the rows of these runs.
+CREATE FUNCTION end_runs(run_ids bigint[]) RETURNS void LANGUAGE plpgsql
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off AS $$
+DECLARE
+    ended bigint[] := ARRAY(
+        SELECT run_id FROM unnest(run_ids) AS run_id
+        WHERE (SELECT s.task_id FROM tasks s
+               WHERE s.parent_id = run_id
+                 AND s.status IN ('BLOCKED', 'PENDING', 'RUNNING', 'AWAITING_APPROVAL')
+               LIMIT 1) IS NULL);
+BEGIN
+    IF ended = '{}' THEN
+        RETURN;
+    END IF;
+    UPDATE tasks run
+    SET (status, reason) = (
+            SELECT end_of_run.status, end_of_run.reason
+            FROM (VALUES ('SUCCEEDED'::task_status, 'succeeded'), ('FAILED', 'dependency_failed'),
+                         ('CANCELLED', 'cancelled')) AS end_of_run(status, reason)
+            WHERE end_of_run.status = CASE
+                WHEN run.cancel_requested THEN 'CANCELLED'
+                WHEN (SELECT s.task_id FROM tasks s
+                      WHERE s.parent_id = run.task_id
+                        AND s.status IS NOT DISTINCT FROM 'FAILED'
+                      LIMIT 1) IS NOT NULL THEN 'FAILED'
+                WHEN (SELECT s.task_id FROM tasks s
+                      WHERE s.parent_id = run.task_id
+                        AND s.status IS NOT DISTINCT FROM 'CANCELLED'
+                      LIMIT 1) IS NOT NULL THEN 'CANCELLED'
+                ELSE 'SUCCEEDED'
+            END::task_status),
+        finished_at = current_instant(), updated_at = current_instant()
+    WHERE run.task_id = ANY(ended) AND run.status IS NOT DISTINCT FROM 'BLOCKED';
+END $$;
+
+
+-- What the end of steps does to the rest of their runs: for whoever has ended these steps, in this
+-- transaction, and had locked the rows of these runs before. Each effect is a statement of its own,
+-- so that the audit log has causes before effects, and a row is changed once per statement.
+CREATE FUNCTION end_steps(succeeded bigint[], dead bigint[], run_ids bigint[]) RETURNS void
+LANGUAGE plpgsql
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off AS $$
+DECLARE
+    waiting bigint[];  -- those that depend on one that has succeeded
+    met     bigint[];  -- on how many
+    doomed  bigint[];
+BEGIN
+    SELECT array_agg(task_id), array_agg(times) INTO waiting, met
+    FROM (
+        SELECT e.task_id, count(*) AS times
+        FROM unnest(succeeded) AS ended_id CROSS JOIN LATERAL (
+            SELECT task_id FROM step_edges WHERE needs = ended_id OFFSET 0) AS e
+        GROUP BY e.task_id) AS edges;
+    -- BLOCKED -> PENDING, AWAITING_APPROVAL (promoted), where the last dependency has succeeded now.
+    -- A step succeeds once, so it is counted once, also by a dependent that is CANCELLED for now.
+    IF waiting IS NOT NULL THEN
+        WITH counted AS (
+            SELECT t.task_id, t.unmet - met.times AS unmet,
+                   t.status = 'BLOCKED' AND t.unmet = met.times AS is_ready,
+                   CASE t.kind WHEN 'approval' THEN 'AWAITING_APPROVAL' ELSE 'PENDING' END::task_status
+                       AS ready_status
+            FROM unnest(waiting, met) AS met(task_id, times)
+            JOIN tasks t ON t.task_id = ANY(ARRAY[met.task_id])
+        ),
+        moment AS (SELECT current_instant() AS at)
+        UPDATE tasks t
+        SET unmet = c.unmet,
+            status = CASE WHEN c.is_ready THEN c.ready_status ELSE t.status END,
+            reason = CASE WHEN c.is_ready THEN 'promoted' ELSE t.reason END,
+            due = c.is_ready AND c.ready_status = 'PENDING',
+            available_at = CASE WHEN c.is_ready THEN moment.at ELSE t.available_at END,
+            updated_at = moment.at
+        FROM counted c CROSS JOIN moment
+        WHERE t.task_id = ANY(ARRAY[c.task_id]);
+    END IF;
+
+    -- BLOCKED -> CANCELLED (dependency_failed): what can never run, now that these are dead.
+    IF dead <> '{}' THEN
+        doomed := ARRAY(
+            WITH RECURSIVE doomed AS (
+                SELECT unnest(dead) AS task_id
+                UNION
+                SELECT e.task_id FROM doomed CROSS JOIN LATERAL (
+                    SELECT task_id FROM step_edges WHERE needs = doomed.task_id OFFSET 0) AS e
+            )
+            SELECT task_id FROM doomed);
+        UPDATE tasks
+        SET status = 'CANCELLED', reason = 'dependency_failed',
+            finished_at = current_instant(), updated_at = current_instant()
+        WHERE task_id = ANY(doomed) AND status IS NOT DISTINCT FROM 'BLOCKED';
+    END IF;
+
+    PERFORM end_runs(run_ids);
+END $$;
+
+
+-- RUNNING -> wherever the outcomes lead, for the holders of the leases only; `run_ids` are the runs
+-- of those that are steps. Tells what became of which task; one that is missing was no longer ours.
+-- The verdict becomes a reason (a task that is to be cancelled ends so whatever came of it), and
+-- `transitions` says which status that reason leads to. Tokens and money add up over the attempts. A
+-- tool may return null, which is a result as well.
+CREATE FUNCTION settle_tasks(
+    outcomes jsonb, run_ids bigint[], usual_max_retry integer, usual_max_delay double precision
+) RETURNS json LANGUAGE plpgsql
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off AS $$
+#variable_conflict use_column
+DECLARE
+    told      json;
+    succeeded bigint[];
+    dead      bigint[];
+    ended_in  bigint[];  -- the runs of both
+BEGIN
+    IF run_ids <> '{}' THEN
+        PERFORM FROM tasks
+        WHERE task_id = ANY(run_ids)
+        ORDER BY task_id
+        FOR NO KEY UPDATE;
+    END IF;
+
+    WITH outcome AS (
+        SELECT * FROM jsonb_to_recordset(outcomes) AS o(
+            task_id bigint, token uuid, verdict text, result jsonb, error text, route text,
+            model text, prompt_tokens bigint, completion_tokens bigint, cost numeric,
+            truncated boolean, delay_seconds double precision, gate jsonb,
+            max_retry integer, max_delay_seconds double precision)
+        ORDER BY task_id
+    ),
+    held AS (
+        SELECT o.*, leased.lease_token, leased.cancel_requested, leased.retry_count,
+               coalesce(leased.max_retry, o.max_retry, usual_max_retry) AS most_failures
+        FROM outcome o CROSS JOIN LATERAL (
+            SELECT t.lease_token, t.cancel_requested, t.retry_count, t.max_retry FROM tasks t
+            WHERE t.task_id = o.task_id AND t.status = 'RUNNING' AND t.lease_token = o.token
+            FOR NO KEY UPDATE) AS leased
+    ),
+    judged AS (
+        SELECT held.*,
+               CASE
+                   WHEN held.cancel_requested THEN 'cancelled'
+                   WHEN held.verdict <> 'failure' THEN held.verdict
+                   WHEN held.retry_count + 1 >= held.most_failures THEN 'max_retry'
+                   ELSE 'retry'
+               END AS new_reason,
+               CASE
+                   WHEN held.verdict = 'failure'
+                   THEN least(coalesce(held.max_delay_seconds, usual_max_delay),
+                              power(2, least(held.retry_count + 1, 60)))
+                   ELSE coalesce(held.delay_seconds, 0)
+               END AS wait_seconds
+        FROM held
+    ),
+    decided AS (
+        SELECT judged.*, transitions.to_status
+        FROM judged JOIN transitions
+            ON transitions.from_status = 'RUNNING' AND transitions.reason = judged.new_reason
+    ),
+    moment AS (SELECT current_instant() AS at),
+    settled AS (
+        UPDATE tasks t
+        SET status = d.to_status,
+            reason = d.new_reason,
+            result = CASE WHEN d.to_status = 'SUCCEEDED' THEN coalesce(d.result, 'null') END,
+            result_bytes = CASE
+                WHEN d.to_status = 'SUCCEEDED' THEN octet_length(d.result::text) END,
+            last_error = CASE
+                WHEN d.to_status <> 'SUCCEEDED' THEN coalesce(d.error, t.last_error) END,
+            route = coalesce(d.route, t.route),
+            model = coalesce(d.model, t.model),
+            prompt_tokens = t.prompt_tokens + coalesce(d.prompt_tokens, 0),
+            completion_tokens = t.completion_tokens + coalesce(d.completion_tokens, 0),
+            cost = CASE WHEN d.cost IS NULL THEN t.cost ELSE coalesce(t.cost, 0) + d.cost END,
+            truncated = coalesce(d.truncated, false),
+            retry_count = t.retry_count
+                + (d.verdict IN ('failure', 'permanent', 'deadline', 'recursion_limit'))::int,
+            delivery_count = t.delivery_count
+                - (d.new_reason IN ('released', 'outage', 'parked'))::int,
+            gate = CASE WHEN d.new_reason = 'parked' THEN d.gate ELSE t.gate END,
+            duration_seconds = extract(epoch FROM moment.at - t.started_at),
+            lease_token = NULL,
+            lease_expires_at = NULL,
+            cancel_requested = t.cancel_requested AND d.to_status = 'CANCELLED',
+            due = d.to_status = 'PENDING' AND d.wait_seconds = 0,
+            available_at = CASE
+                WHEN d.to_status = 'PENDING' THEN moment.at + make_interval(secs => d.wait_seconds)
+                ELSE t.available_at END,
+            updated_at = moment.at,
+            finished_at = CASE
+                WHEN d.to_status NOT IN ('PENDING', 'AWAITING_APPROVAL') THEN moment.at END
+        FROM decided d CROSS JOIN moment
+        WHERE t.task_id = ANY(ARRAY[d.task_id])
+          AND t.status IS NOT DISTINCT FROM 'RUNNING'
+          AND t.lease_token IS NOT DISTINCT FROM d.lease_token
+        RETURNING t.task_id, t.parent_id AS run_id, d.lease_token AS token, t.status,
+                  t.reason, t.attempt, t.retry_count, t.delivery_count,
+                  greatest(0, extract(epoch FROM t.available_at - t.updated_at)) AS delay_seconds,
+                  t.last_error AS error, t.truncated
+    )
+    SELECT json_agg(settled),
+           array_agg(task_id) FILTER (WHERE run_id IS NOT NULL AND status = 'SUCCEEDED'),
+           array_agg(task_id) FILTER (
+               WHERE run_id IS NOT NULL AND status IN ('FAILED', 'CANCELLED')),
+           array_agg(DISTINCT run_id) FILTER (
+               WHERE run_id IS NOT NULL AND status IN ('SUCCEEDED', 'FAILED', 'CANCELLED'))
+    INTO told, succeeded, dead, ended_in
+    FROM settled;
+
+    IF ended_in IS NOT NULL THEN
+        PERFORM end_steps(succeeded, dead, ended_in);
+    END IF;
+    RETURN told;
 END $$;
 
 

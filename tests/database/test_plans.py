@@ -304,7 +304,11 @@ def of_workers(leased: list[Row]) -> dict[str, Ask]:
     first_tenant, late_tenant = {"after_tenant": ""}, {"after_tenant": "tenant-98"}
     claim = {**CLAIM, "wanted": WANTED}
     renew = {"leases": json.dumps(leased), "lease_seconds": 30}
-    settle = {"outcomes": json.dumps([{**SETTLED, **lease} for lease in leased]), **CAPS}
+    settle = {
+        "outcomes": json.dumps([{**SETTLED, **lease} for lease in leased]),
+        "run_ids": [A_RUN],
+        **CAPS,
+    }
     routes = {"routes": json.dumps([{**lease, "route": "local"} for lease in leased])}
     return {
         "look": (claims.LOOK, {**claim, "count_in_flight": False}, 40, 0),
@@ -384,8 +388,8 @@ def of_runs() -> dict[str, Ask]:
     audit = {"run_id": A_RUN, "after": 0, "limit": 20}
     return {
         "lock a run": (steps.LOCK_RUNS, one, 20, 1),
-        "promote": (steps.PROMOTE_STEPS, ended, 200, 4),
-        "cancel descendants": (steps.CANCEL_DESCENDANTS, ended, 400, 8),
+        "promote": (steps.END_STEPS, {**ended, "dead": []}, 200, 4),
+        "cancel descendants": (steps.END_STEPS, {**ended, "succeeded": []}, 400, 8),
         "end a run": (steps.END_RUNS, ended, 40, 0),
         "revive descendants": (steps.REVIVE_DESCENDANTS, ended, 3000, 1000),
         "reopen a run": (steps.REOPEN_RUN, one, 40, 0),
