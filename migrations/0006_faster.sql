@@ -371,7 +371,7 @@ BEGIN
         UPDATE tasks t
         SET status = 'RUNNING', reason = 'claimed', due = false,
             lease_token = (
-                of_claim || lpad(to_hex(t.task_id % (1::bigint << 48)), 12, '0'))::uuid,
+                of_claim || lpad(to_hex(mod(t.task_id, 1::bigint << 48)), 12, '0'))::uuid,
             lease_expires_at = current_instant() + make_interval(secs => lease_seconds),
             worker = by_worker, started_at = current_instant(), updated_at = current_instant(),
             attempt = attempt + 1, delivery_count = delivery_count + 1

@@ -312,7 +312,7 @@ OF_CLAIMS = (
 
 
 def test_what_an_older_version_stored_is_counted_by_the_migration(version_4: Connection) -> None:
-    with borrowed(version_4, *OF_CLAIMS, "settle_tasks", "end_steps", "end_runs"):
+    with borrowed(version_4, *OF_CLAIMS, "create_task", "settle_tasks", "end_steps", "end_runs"):
         for status in BRING_TO:
             rows.bring_to(version_4, status)
             if status == "PENDING":
