@@ -3,11 +3,12 @@
     python -m bench.agents
 
 One process runs the same graph with the same answers in three ways, each checkpoint committed
-before the next node (durability "sync"), over checkpoint pools of the same size:
+before the next node (durability "sync"), over checkpoint pools of the same size that stay open:
 
-    PostgresSaver   LangGraph and its own saver, nothing else
+    PostgresSaver   LangGraph and its own saver, nothing else: a graph and a saver for each thread,
+                    made before the first job (one saver does one thing at a time)
     FencedSaver     with our saver, which holds the task's row by its lease token and keeps the row
-                    that people see
+                    that people see; as in a worker, each job has its own
     whole jobs      as a worker runs them: the saver above, and each model call in the ledger before
                     and after it is made; a call is a coroutine of the runner's loop
 
@@ -23,11 +24,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
-from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.checkpoint.postgres import PostgresSaver
 from psycopg.rows import dict_row
 from psycopg_pool import ConnectionPool
@@ -39,7 +40,7 @@ from bench.tool import connected
 from config import Settings, load_config
 from db import Connection, NewTask
 from execution.agent import team
-from execution.agent.graphs import version_of
+from execution.agent.graphs import Graph, version_of
 from execution.agent.saver import CheckpointPool, FencedSaver, open_pool
 from execution.backends.interface import Completion, OnPiece
 from execution.jobs import JobCalls
@@ -57,22 +58,29 @@ LEASE_SECONDS = 3600.0
 
 Tasks = Sequence[ClaimedTask]
 RunAll = Callable[[Tasks, int], None]  # these jobs, so many at a time
-SaverOf = Callable[[ClaimedTask], BaseCheckpointSaver[Any]]
+Lent = Callable[[ClaimedTask], AbstractContextManager[Any]]  # a compiled graph for a job
 
 
 def measure(stage: Stage, record: Record, quick: bool) -> None:
     url = stage.database()
     settings = load_config(ROOT / "config.toml", {"DATABASE_URL": url})
-    builder = team.build()
-    version = version_of(builder)
-    with connected(url) as conn, pools(settings) as (ours, plain):
-        # A plain saver has no task; it gets one all the same, so that all work on equal tables.
-        ways: dict[str, RunAll] = {
-            "PostgresSaver": invoke_all(builder, lambda task: PostgresSaver(plain)),
-            "FencedSaver": invoke_all(builder, lambda task: FencedSaver(ours, task, version)),
-            "whole jobs": lambda tasks, threads: asyncio.run(run_jobs(settings, tasks, threads)),
-        }
+    graph = Graph("team", team.build().compile(), version_of(team.build()), {})
+    with (
+        connected(url) as conn,
+        pools(settings) as (ours, plain),
+        worker_jobs(settings) as run_jobs,
+    ):
         for jobs, threads in ((ONE_BY_ONE, 1), (PARALLEL_JOBS, IN_PARALLEL)):
+            # A plain saver has no task; it gets one all the same: all work on equal tables.
+            ways: dict[str, RunAll] = {
+                "PostgresSaver": invoke_all(plain_graphs(plain, threads)),
+                "FencedSaver": invoke_all(
+                    lambda task: nullcontext(
+                        graph.with_saver(FencedSaver(ours, task, graph.version))
+                    )
+                ),
+                "whole jobs": run_jobs,
+            }
             for run_all in ways.values():
                 node_ms(run_all, claimed_jobs(conn, threads), threads)
             for repetition in range(QUICK_REPETITIONS if quick else REPETITIONS):
@@ -107,11 +115,11 @@ def node_ms(run_all: RunAll, tasks: Tasks, threads: int) -> float:
 # --- the graph with a saver ------------------------------------------------------------------
 
 
-def invoke_all(builder: Any, saver_of: SaverOf) -> RunAll:
+def invoke_all(lent: Lent) -> RunAll:
     def run_job(task: ClaimedTask) -> None:
-        graph = builder.compile(checkpointer=saver_of(task))
         config = {"configurable": {"thread_id": str(task.task_id)}}
-        state = graph.invoke({"task": "Do it."}, config, context=Instant(), durability="sync")
+        with lent(task) as graph:
+            state = graph.invoke({"task": "Do it."}, config, context=Instant(), durability="sync")
         check_end(state)
 
     def run_all(tasks: Tasks, threads: int) -> None:
@@ -119,6 +127,23 @@ def invoke_all(builder: Any, saver_of: SaverOf) -> RunAll:
             list(executor.map(run_job, tasks))
 
     return run_all
+
+
+def plain_graphs(pool: ConnectionPool[Any], count: int) -> Lent:
+    """As many graphs, each with its own saver, for as many threads."""
+    free: SimpleQueue[Any] = SimpleQueue()
+    for _ in range(count):
+        free.put(team.build().compile(checkpointer=PostgresSaver(pool)))
+
+    @contextmanager
+    def lent(task: ClaimedTask) -> Iterator[Any]:
+        graph = free.get()
+        try:
+            yield graph
+        finally:
+            free.put(graph)
+
+    return lent
 
 
 @contextmanager
@@ -146,18 +171,24 @@ def check_end(state: Any) -> None:
 # --- whole jobs ------------------------------------------------------------------------------
 
 
-async def run_jobs(settings: Settings, tasks: Tasks, at_a_time: int) -> None:
+@contextmanager
+def worker_jobs(settings: Settings) -> Iterator[RunAll]:
     jobs = JobCalls(settings, lambda task, node, piece: None, lambda task, node, phase: None)
-    places = asyncio.Semaphore(at_a_time)
 
-    async def run_job(task: ClaimedTask) -> None:
-        async with places:
-            check_end((await jobs.run(task, "local", InstantServer())).result)
+    async def run_all(tasks: Tasks, at_a_time: int) -> None:
+        places = asyncio.Semaphore(at_a_time)
 
-    try:
+        async def run_job(task: ClaimedTask) -> None:
+            async with places:
+                check_end((await jobs.run(task, "local", InstantServer())).result)
+
         await asyncio.gather(*map(run_job, tasks))
-    finally:
-        await jobs.close()
+
+    with asyncio.Runner() as runner:
+        try:
+            yield lambda tasks, at_a_time: runner.run(run_all(tasks, at_a_time))
+        finally:
+            runner.run(jobs.close())
 
 
 # --- the model -------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 
 from bench.common import (
@@ -44,6 +45,8 @@ SELECT xact_commit + xact_rollback FROM pg_stat_database WHERE datname = %s
 
 def measure(stage: Stage, record: Record, quick: bool) -> None:
     watched_seconds = QUICK_WATCHED_SECONDS if quick else WATCHED_SECONDS
+    if find_spec("rich"):  # which none of our requirements ask for
+        record.note("rich is installed beside, so httpx imports its command line: some 3 MB")
     with model_server() as model_url:
         for _ in range(QUICK_REPETITIONS if quick else REPETITIONS):
             measure_worker(stage, record, model_url, watched_seconds)

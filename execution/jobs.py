@@ -61,7 +61,7 @@ class JobCalls:
         run = partial(self._run, task, route, backend, loop, signals)
         try:
             title = f"agent job {task.task_id}"
-            return await Thread(title, run, on_cancel=signals.stop).result()
+            return await Thread(title, run, on_cancel=signals.stop, is_last=True).result()
         finally:
             self._running.discard(signals)
 

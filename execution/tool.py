@@ -12,7 +12,7 @@ from config import Settings
 from execution.errors import Failure, Permanent
 from execution.text import error_text, shortened, words_of_error
 from execution.tools.context import PermanentError, ToolContext
-from execution.tools.functions import MOST_AT_ONCE, FunctionTool
+from execution.tools.functions import MOST_AT_ONCE, FunctionTool, is_small
 from execution.tools.registry import Registry, Tool
 from execution.tools.threads import in_thread
 from queries.leases import ClaimedTask, Outcome
@@ -53,6 +53,20 @@ class ToolCalls:
         """
         tool, args = await self._read(task)
         context = ToolContext(_key_of(task), task.attempt, task.task_id, self._settings)
+        if isinstance(tool, FunctionTool):
+            result, error = await tool.begin(args, context).outcome()
+        else:
+            result, error = await self._call(tool, args, context)
+        if error is not None:
+            # Its text is of the tool's making, too.
+            verdict = partial(self._verdict, task, error)
+            raise await in_thread(f"error of task {task.task_id}", verdict)
+        return Outcome("succeeded", result=result)
+
+    async def _call(
+        self, tool: Tool, args: Mapping[str, Any], context: ToolContext
+    ) -> tuple[Any, BaseException | None]:
+        """What a tool that runs on this loop returned or raised."""
         # A task of its own: whatever the tool cancels or is cancelled by, it is not us.
         calling = asyncio.create_task(_call(tool, args, context))
         try:
@@ -63,12 +77,7 @@ class ToolCalls:
             self._left_behind.add(calling)
             calling.add_done_callback(self._left_behind.discard)
             raise
-        result, error = calling.result()
-        if error is not None:
-            # Its text is of the tool's making, too.
-            verdict = partial(self._verdict, task, error)
-            raise await in_thread(f"error of task {task.task_id}", verdict)
-        return Outcome("succeeded", result=result)
+        return calling.result()
 
     async def close(self) -> None:
         await self._registry.close()
@@ -81,15 +90,19 @@ class ToolCalls:
             # A failure that is retried: another worker may have been given it already.
             raise Failure(f"this worker has no tool {shortened(str(name))!r}, only {known}")
         if task.run_id is not None:
-            max_bytes = self._settings.limits.max_result_bytes
-            filling = partial(fill, args, task.outputs, max_bytes)
-            try:  # it may be large: not on the loop's thread
-                args = await in_thread(f"arguments of task {task.task_id}", filling)
-            except TemplateError as refused:
-                raise Permanent(str(refused)) from refused
+            args = await self._filled(task, args)
         if args is not None and not isinstance(args, Mapping):
             raise Permanent("the arguments of a tool are to be an object")
         return tool, args or {}
+
+    async def _filled(self, task: ClaimedTask, args: Any) -> Any:
+        filling = partial(fill, args, task.outputs, self._settings.limits.max_result_bytes)
+        try:
+            if is_small(args, *task.outputs.values()):
+                return filling()
+            return await in_thread(f"arguments of task {task.task_id}", filling)
+        except TemplateError as refused:
+            raise Permanent(str(refused)) from refused
 
     def _verdict(self, task: ClaimedTask, error: BaseException) -> Failure | Permanent:
         """What an error of a tool means for its task."""

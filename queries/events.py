@@ -78,33 +78,38 @@ class Batch:
     is_full: bool  # there may be more at once
 
 
-HERE = """
-SELECT system_identifier::text AS cluster, pg_current_snapshot()::text AS now,
-       (SELECT a.transaction::text FROM audit_log a WHERE a.root_id = %(root_id)s
-        ORDER BY a.transaction DESC LIMIT 1) AS last_writer
-FROM pg_control_system()
-"""
-
-# First what is left of the batch that the position stands in, then what became visible after it.
-READ_EVENTS = """
+# The rows of a run go by their index, those of a lone task by its key. Whoever reads does not say
+# which it is: one half of each is empty.
+FIND_HERE = """
 WITH here AS MATERIALIZED (
     SELECT system_identifier::text AS cluster, pg_current_snapshot()::text AS now,
-           (SELECT a.transaction::text FROM audit_log a WHERE a.root_id = %(root_id)s
-            ORDER BY a.transaction DESC LIMIT 1) AS last_writer
+           greatest(
+               (SELECT transaction FROM audit_log
+                WHERE root_id = %(root_id)s AND run_id IS NOT NULL
+                ORDER BY transaction DESC LIMIT 1),
+               (SELECT max(transaction) FROM audit_log
+                WHERE task_id = %(root_id)s AND run_id IS NULL))::text AS last_writer
     FROM pg_control_system()
+)
+"""
+TELL_HERE = "SELECT * FROM here"
+# First what is left of the batch that the position stands in, then what became visible after it.
+FIND_EVENTS = """,
+stream AS NOT MATERIALIZED (
+    SELECT * FROM audit_log WHERE root_id = %(root_id)s AND run_id IS NOT NULL
+    UNION ALL
+    SELECT * FROM audit_log WHERE task_id = %(root_id)s AND run_id IS NULL
 ),
 found AS (
-    SELECT 1 AS phase, a.* FROM audit_log a
-    WHERE a.root_id = %(root_id)s
-      AND a.transaction >= pg_snapshot_xmin(%(before)s::pg_snapshot)
-      AND NOT pg_visible_in_snapshot(a.transaction, %(before)s::pg_snapshot)
-      AND pg_visible_in_snapshot(a.transaction, %(now)s::pg_snapshot)
-      AND a.id > %(last_id)s
+    SELECT 1 AS phase, s.* FROM stream s
+    WHERE s.transaction >= pg_snapshot_xmin(%(before)s::pg_snapshot)
+      AND NOT pg_visible_in_snapshot(s.transaction, %(before)s::pg_snapshot)
+      AND pg_visible_in_snapshot(s.transaction, %(now)s::pg_snapshot)
+      AND s.id > %(last_id)s
     UNION ALL
-    SELECT 2 AS phase, a.* FROM audit_log a
-    WHERE a.root_id = %(root_id)s
-      AND a.transaction >= pg_snapshot_xmin(%(now)s::pg_snapshot)
-      AND NOT pg_visible_in_snapshot(a.transaction, %(now)s::pg_snapshot)
+    SELECT 2 AS phase, s.* FROM stream s
+    WHERE s.transaction >= pg_snapshot_xmin(%(now)s::pg_snapshot)
+      AND NOT pg_visible_in_snapshot(s.transaction, %(now)s::pg_snapshot)
 )
 SELECT here.cluster, here.now, here.last_writer, f.phase, f.id, f.task_id, f.run_id, f.step,
        f.from_status::text AS "from", f.to_status::text AS "to", f.reason, f.at, f.worker,
@@ -113,6 +118,8 @@ FROM here LEFT JOIN LATERAL (
     SELECT * FROM found ORDER BY phase, id LIMIT %(most)s) AS f ON true
 ORDER BY f.phase, f.id
 """
+HERE = FIND_HERE + TELL_HERE
+READ_EVENTS = FIND_HERE + FIND_EVENTS
 
 LARGEST_BATCH = 500
 

@@ -66,22 +66,11 @@ def list_states(conn: Connection, task_id: int, *, limit: int, before: str | Non
 HOLD_LEASE = "SELECT hold_lease(%(task_id)s, %(token)s::uuid)"
 LEASE_IS_GONE = "LL001"
 
-# Written in the transaction of the checkpoint, by the one who holds the task's row. What ran
-# before it is what the checkpoint before was to run.
-INSERT_STATE = """
-INSERT INTO job_states (
-    task_id, checkpoint_id, attempt, nodes, next_nodes, graph_version, state, prompt_tokens,
-    completion_tokens)
-SELECT t.task_id, %(checkpoint_id)s::text, t.attempt,
-       coalesce((
-           SELECT array_remove(s.next_nodes, '__start__') FROM job_states s
-           WHERE s.task_id = t.task_id AND s.checkpoint_id = %(parent_id)s::text), '{}'),
-       %(next_nodes)s::text[], %(graph_version)s::text, %(state)s::jsonb, t.prompt_tokens,
-       t.completion_tokens
-FROM tasks t
-WHERE t.task_id = %(task_id)s
-ON CONFLICT (task_id, checkpoint_id) DO UPDATE
-SET next_nodes = excluded.next_nodes, state = excluded.state
+# Written in the transaction of the checkpoint, by the one who holds the task's row.
+SHOW_STATE = """
+SELECT show_state(
+    %(task_id)s, %(checkpoint_id)s, %(parent_id)s, %(next_nodes)s, %(graph_version)s,
+    %(state)s::jsonb)
 """
 
 # Which of the steps that LangGraph's saver makes its tables by were made.

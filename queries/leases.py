@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from config import Retry
 from connection import Connection, Row, fetch, transaction
-from queries.steps import end_steps, lock_runs
+from queries.steps import end_steps
 from queries.webhooks import Message
 from runs.templates import Reference
 
@@ -152,81 +152,11 @@ def renew_leases(conn: Connection, leases: Sequence[Lease], lease_seconds: float
     )
 
 
-# RUNNING -> wherever the outcome leads, for the holder of the lease only. The verdict becomes a
-# reason (a task that is to be cancelled ends so whatever came of it), and `transitions` says
-# which status that reason leads to. Tokens and money add up over the attempts. A tool may return
-# null, which is a result as well.
+# RUNNING -> wherever the outcome leads, for the holder of the lease only, and what follows from it
+# for runs: a function of schema.sql, since a function keeps its plans.
 SETTLE_TASKS = """
-WITH outcome AS (
-    SELECT * FROM jsonb_to_recordset(%(outcomes)s::jsonb) AS o(
-        task_id bigint, token uuid, verdict text, result jsonb, error text, route text,
-        model text, prompt_tokens bigint, completion_tokens bigint, cost numeric,
-        truncated boolean, delay_seconds double precision, gate jsonb,
-        max_retry integer, max_delay_seconds double precision)
-),
-held AS (
-    SELECT t.task_id, t.lease_token, t.cancel_requested, t.retry_count,
-           coalesce(t.max_retry, o.max_retry, %(max_retry)s) AS max_retry
-    FROM tasks t JOIN outcome o ON t.task_id = o.task_id AND t.lease_token = o.token
-    WHERE t.status = 'RUNNING'
-    ORDER BY t.task_id
-    FOR NO KEY UPDATE OF t
-),
-judged AS (
-    SELECT held.lease_token, o.*,
-           CASE
-               WHEN held.cancel_requested THEN 'cancelled'
-               WHEN o.verdict <> 'failure' THEN o.verdict
-               WHEN held.retry_count + 1 >= held.max_retry THEN 'max_retry'
-               ELSE 'retry'
-           END AS new_reason,
-           CASE
-               WHEN o.verdict = 'failure'
-               THEN least(coalesce(o.max_delay_seconds, %(max_delay_seconds)s),
-                          power(2, least(held.retry_count + 1, 60)))
-               ELSE coalesce(o.delay_seconds, 0)
-           END AS wait_seconds
-    FROM held JOIN outcome o ON o.task_id = held.task_id AND o.token = held.lease_token
-),
-decided AS (
-    SELECT judged.*, transitions.to_status
-    FROM judged JOIN transitions
-        ON transitions.from_status = 'RUNNING' AND transitions.reason = judged.new_reason
-),
-moment AS (SELECT current_instant() AS at)
-UPDATE tasks t
-SET status = d.to_status,
-    reason = d.new_reason,
-    result = CASE WHEN d.to_status = 'SUCCEEDED' THEN coalesce(d.result, 'null') END,
-    result_bytes = CASE WHEN d.to_status = 'SUCCEEDED' THEN octet_length(d.result::text) END,
-    last_error = CASE WHEN d.to_status <> 'SUCCEEDED' THEN coalesce(d.error, t.last_error) END,
-    route = coalesce(d.route, t.route),
-    model = coalesce(d.model, t.model),
-    prompt_tokens = t.prompt_tokens + coalesce(d.prompt_tokens, 0),
-    completion_tokens = t.completion_tokens + coalesce(d.completion_tokens, 0),
-    cost = CASE WHEN d.cost IS NULL THEN t.cost ELSE coalesce(t.cost, 0) + d.cost END,
-    truncated = coalesce(d.truncated, false),
-    retry_count = t.retry_count
-        + (d.verdict IN ('failure', 'permanent', 'deadline', 'recursion_limit'))::int,
-    delivery_count = t.delivery_count - (d.new_reason IN ('released', 'outage', 'parked'))::int,
-    gate = CASE WHEN d.new_reason = 'parked' THEN d.gate ELSE t.gate END,
-    duration_seconds = extract(epoch FROM moment.at - t.started_at),
-    lease_token = NULL,
-    lease_expires_at = NULL,
-    cancel_requested = t.cancel_requested AND d.to_status = 'CANCELLED',
-    due = d.to_status = 'PENDING' AND d.wait_seconds = 0,
-    available_at = CASE
-        WHEN d.to_status = 'PENDING' THEN moment.at + make_interval(secs => d.wait_seconds)
-        ELSE t.available_at END,
-    updated_at = moment.at,
-    finished_at = CASE WHEN d.to_status NOT IN ('PENDING', 'AWAITING_APPROVAL') THEN moment.at END
-FROM decided d CROSS JOIN moment
-WHERE t.task_id = d.task_id AND t.status = 'RUNNING' AND t.lease_token = d.lease_token
-RETURNING t.task_id, t.parent_id AS run_id, d.lease_token::text AS token, t.status::text,
-          t.reason, t.attempt, t.retry_count, t.delivery_count,
-          greatest(0, extract(epoch FROM t.available_at - t.updated_at))::double precision
-              AS delay_seconds,
-          t.last_error AS error, t.truncated
+SELECT settle_tasks(
+    %(outcomes)s::jsonb, %(run_ids)s::bigint[], %(max_retry)s, %(max_delay_seconds)s) AS settled
 """
 
 
@@ -239,18 +169,12 @@ def settle_tasks(
     """
     values = {
         "outcomes": json.dumps([_as_row(*pair) for pair in outcomes], ensure_ascii=False),
+        "run_ids": list({lease.run_id for lease, _ in outcomes if lease.run_id is not None}),
         "max_retry": retry.max_retry,
         "max_delay_seconds": retry.max_delay_seconds,
     }
-    run_ids = {lease.run_id for lease, _ in outcomes if lease.run_id is not None}
-    if not run_ids:
-        return [Settled(**row) for row in fetch(conn, SETTLE_TASKS, values)]
-    with transaction(conn) as cursor:
-        lock_runs(cursor, run_ids)
-        cursor.execute(SETTLE_TASKS, values)
-        rows = cursor.fetchall()
-        end_steps(cursor, rows)
-    return [Settled(**row) for row in rows]
+    (row,) = fetch(conn, SETTLE_TASKS, values)
+    return [Settled(**one) for one in row["settled"] or []]
 
 
 def _as_row(lease: Lease, outcome: Outcome) -> Row:

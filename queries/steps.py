@@ -36,76 +36,11 @@ def lock_runs(cursor: Cursor, run_ids: Collection[int]) -> list[Row]:
     return list(cursor.fetchall())
 
 
-# BLOCKED -> PENDING, AWAITING_APPROVAL (promoted), where the last dependency has succeeded now. A
-# step succeeds once, so it is counted once, also by a dependent that is CANCELLED for now.
-PROMOTE_STEPS = """
-WITH met AS (
-    SELECT task_id, count(*) AS times FROM step_edges
-    WHERE needs = ANY(%(succeeded)s)
-    GROUP BY task_id
-),
-counted AS (
-    SELECT t.task_id, t.unmet - met.times AS unmet,
-           t.status = 'BLOCKED' AND t.unmet = met.times AS is_ready,
-           CASE t.kind WHEN 'approval' THEN 'AWAITING_APPROVAL' ELSE 'PENDING' END::task_status
-               AS ready_status
-    FROM tasks t JOIN met USING (task_id)
-),
-moment AS (SELECT current_instant() AS at)
-UPDATE tasks t
-SET unmet = c.unmet,
-    status = CASE WHEN c.is_ready THEN c.ready_status ELSE t.status END,
-    reason = CASE WHEN c.is_ready THEN 'promoted' ELSE t.reason END,
-    due = c.is_ready AND c.ready_status = 'PENDING',
-    available_at = CASE WHEN c.is_ready THEN moment.at ELSE t.available_at END,
-    updated_at = moment.at
-FROM counted c CROSS JOIN moment
-WHERE t.task_id = c.task_id
+# Functions of schema.sql: what follows from the end of a step, and, of that, the end of its run.
+END_STEPS = """
+SELECT end_steps(%(succeeded)s::bigint[], %(dead)s::bigint[], %(run_ids)s::bigint[])
 """
-
-# BLOCKED -> CANCELLED (dependency_failed): what can never run, now that these are dead.
-CANCEL_DESCENDANTS = """
-WITH RECURSIVE doomed AS (
-    SELECT task_id FROM step_edges WHERE needs = ANY(%(dead)s)
-    UNION
-    SELECT e.task_id FROM doomed JOIN step_edges e ON e.needs = doomed.task_id
-)
-UPDATE tasks
-SET status = 'CANCELLED', reason = 'dependency_failed',
-    finished_at = current_instant(), updated_at = current_instant()
-WHERE task_id IN (SELECT task_id FROM doomed) AND status = 'BLOCKED'
-"""
-
-# A run: BLOCKED -> SUCCEEDED, FAILED, CANCELLED, once none of its steps has anything before it.
-END_RUNS = """
-WITH ended AS (
-    SELECT run.task_id,
-           CASE
-               WHEN run.cancel_requested THEN 'CANCELLED'
-               WHEN EXISTS (SELECT FROM tasks s
-                            WHERE s.parent_id = run.task_id AND s.status = 'FAILED')
-               THEN 'FAILED'
-               WHEN EXISTS (SELECT FROM tasks s
-                            WHERE s.parent_id = run.task_id AND s.status = 'CANCELLED')
-               THEN 'CANCELLED'
-               ELSE 'SUCCEEDED'
-           END::task_status AS status
-    FROM tasks run
-    WHERE run.task_id = ANY(%(run_ids)s) AND run.status = 'BLOCKED'
-      AND NOT EXISTS (
-          SELECT FROM tasks s
-          WHERE s.parent_id = run.task_id
-            AND s.status IN ('BLOCKED', 'PENDING', 'RUNNING', 'AWAITING_APPROVAL'))
-)
-UPDATE tasks run
-SET status = ended.status,
-    reason = CASE ended.status
-        WHEN 'SUCCEEDED' THEN 'succeeded' WHEN 'FAILED' THEN 'dependency_failed'
-        ELSE 'cancelled' END,
-    finished_at = current_instant(), updated_at = current_instant()
-FROM ended
-WHERE run.task_id = ended.task_id AND run.status = 'BLOCKED'
-"""
+END_RUNS = "SELECT end_runs(%(run_ids)s::bigint[])"
 
 
 def end_steps(cursor: Cursor, changed: Iterable[Row]) -> None:
@@ -118,13 +53,8 @@ def end_steps(cursor: Cursor, changed: Iterable[Row]) -> None:
         return
     succeeded = [row["task_id"] for row in ended if row["status"] == Status.SUCCEEDED]
     dead = [row["task_id"] for row in ended if row["status"] != Status.SUCCEEDED]
-    effects = [
-        *([PROMOTE_STEPS] if succeeded else []),
-        *([CANCEL_DESCENDANTS] if dead else []),
-        END_RUNS,
-    ]
     run_ids = sorted({row["run_id"] for row in ended})
-    cursor.execute(";".join(effects), {"succeeded": succeeded, "dead": dead, "run_ids": run_ids})
+    cursor.execute(END_STEPS, {"succeeded": succeeded, "dead": dead, "run_ids": run_ids})
 
 
 # CANCELLED -> BLOCKED (requeued): of those that the death of this step had cancelled, all that no

@@ -1,7 +1,8 @@
-"""The graphs of `[graphs]`: each loaded once, and compiled for each job with its own saver."""
+"""The graphs of `[graphs]`: loaded and compiled once, and lent to each job with its own saver."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib
 import json
@@ -21,6 +22,8 @@ from execution.text import shortened, words_of_error
 
 logger = logging.getLogger(__name__)
 
+CompiledGraph = CompiledStateGraph[Any, Any, Any, Any]
+
 VERSION_LENGTH = 16
 
 
@@ -32,12 +35,15 @@ class Graph:
     """
 
     name: str
-    builder: StateGraph[Any, Any, Any, Any]
+    compiled: CompiledGraph
     version: str
     defaults: Mapping[str, Any]
 
-    def compiled(self, saver: BaseCheckpointSaver[Any]) -> CompiledStateGraph[Any, Any, Any, Any]:
-        return self.builder.compile(checkpointer=saver, name=self.name)
+    def with_saver(self, saver: BaseCheckpointSaver[Any]) -> CompiledGraph:
+        """The same graph, which any number of jobs may run at once, with a saver of its own."""
+        lent = copy.copy(self.compiled)
+        lent.checkpointer = saver
+        return lent
 
 
 class Graphs:
@@ -75,8 +81,8 @@ def _loaded(name: str, entry: str) -> Graph:
         raise Permanent(f"{key} returns a {type(builder).__name__}, not a StateGraph{hint}")
     try:
         _check(builder)
-        builder.compile()
-        return Graph(name, builder, version_of(builder), _defaults(builder.state_schema))
+        compiled = builder.compile(name=name)
+        return Graph(name, compiled, version_of(builder), _defaults(builder.state_schema))
     except Exception as refused:
         said = f"{type(refused).__name__}: {words_of_error(refused)}"
         raise Permanent(f"{key} is no graph that can run: {said}") from refused

@@ -19,7 +19,6 @@ from typing import Any
 
 from langchain_core.runnables import RunnableConfig
 from langgraph.errors import GraphDrained, GraphRecursionError
-from langgraph.graph.state import CompiledStateGraph
 from langgraph.runtime import RunControl
 from langgraph.types import Command, Interrupt, StateSnapshot
 
@@ -27,7 +26,7 @@ from config import TEAM, Settings
 from connection import Row
 from errors import DatabaseUnavailable, LeaseLost, SchemaOutdated
 from execution.agent.context import BudgetSpent, JobStopped
-from execution.agent.graphs import Graph, Graphs
+from execution.agent.graphs import CompiledGraph, Graph, Graphs
 from execution.agent.model import Calls, Frames, JobModel
 from execution.agent.saver import FencedSaver, open_pool
 from execution.agent.shown import shown
@@ -42,7 +41,6 @@ from runs.templates import TemplateError, filled_text
 logger = logging.getLogger(__name__)
 
 OnNode = Callable[[str, str], None]  # a node's name, "started" or "finished"
-CompiledGraph = CompiledStateGraph[Any, Any, Any, Any]
 
 # Before a job is tried again that failed for no fault of its own.
 DATABASE_AWAY_SECONDS = 1.0
@@ -125,7 +123,7 @@ class Job:
         graph = self._graph()
         most = self.shared.settings.limits.max_result_bytes
         saver = FencedSaver(self.shared.checkpoints, self.task, graph.version, most)
-        compiled = graph.compiled(saver)
+        compiled = graph.with_saver(saver)
         config: RunnableConfig = {
             "configurable": {"thread_id": str(self.task.task_id)},
             "recursion_limit": self.shared.settings.agents.recursion_limit,
@@ -188,7 +186,7 @@ class Job:
 
     def _check_version(self, graph: Graph, newest: Row, snapshot: StateSnapshot) -> None:
         """Raise Permanent if this graph cannot go on where another version of it stopped."""
-        gone = set(newest["next_nodes"]) - {"__start__", *graph.builder.nodes}
+        gone = set(newest["next_nodes"]) - {"__start__", *graph.compiled.builder.nodes}
         if (newest["graph_version"] != graph.version and gone) or not snapshot.tasks:
             raise Permanent(
                 f"begun by another version of graph {graph.name}, "

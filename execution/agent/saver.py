@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Self, TypeVar
 
 import psycopg
@@ -43,7 +45,7 @@ from errors import DatabaseUnavailable, LeaseLost, OrchestratorError, SchemaOutd
 from execution.agent.clock import go_on_behind
 from execution.agent.shown import MOST_BYTES, shown
 from pool import looks_alive
-from queries.jobs import HOLD_LEASE, INSERT_STATE, LEASE_IS_GONE, READ_TABLES_VERSION
+from queries.jobs import HOLD_LEASE, LEASE_IS_GONE, READ_TABLES_VERSION, SHOW_STATE
 from queries.leases import ClaimedTask
 
 __all__ = ["CheckpointPool", "FencedSaver", "open_pool", "shown"]
@@ -170,22 +172,34 @@ class _Writer:
     """What LangGraph writes with: it keeps the statements until all of them are sent."""
 
     def __init__(self) -> None:
-        self._statements: list[tuple[str, Any]] = []
+        self._statements: list[tuple[str, list[Any]]] = []  # and for which values each is run
 
     def execute(self, query: str, params: Any = None) -> None:
-        self._statements.append((query, params))
+        self._statements.append((query, [params]))
 
     def executemany(self, query: str, params_seq: Iterable[Any]) -> None:
-        self._statements += [(query, params) for params in params_seq]
+        self._statements.append((query, list(params_seq)))
 
     def send(self, conn: Connection) -> None:
         """One message, which is one transaction."""
         with ClientCursor(conn) as cursor:
-            statements = [cursor.mogrify(query, params) for query, params in self._statements]
-            message = (conn.limits + ";".join(statements)).encode()
+            texts = chain.from_iterable(_texts(cursor, *each) for each in self._statements)
+            message = (conn.limits + ";".join(texts)).encode()
             if len(message) > LONGEST_MESSAGE:
                 raise ValueError(f"{len(message)} bytes are more than Postgres takes at once")
             cursor.execute(message)
+
+
+ADDS_ROWS = re.compile(r"(INSERT INTO [^%]* VALUES )(\([%s, ]*\))( ON CONFLICT [^%]* DO NOTHING)")
+
+
+def _texts(cursor: ClientCursor[Any], query: str, all_params: list[Any]) -> list[str]:
+    """The statement for each of these; where it only adds rows, one statement for all of them."""
+    adds = ADDS_ROWS.fullmatch(" ".join(query.split())) if len(all_params) > 1 else None
+    if adds is None:
+        return [cursor.mogrify(query, params) for params in all_params]
+    before, row, behind = adds.groups()
+    return [before + ", ".join(cursor.mogrify(row, params) for params in all_params) + behind]
 
 
 class FencedSaver(PostgresSaver):
@@ -262,7 +276,7 @@ class FencedSaver(PostgresSaver):
         writer.execute(HOLD_LEASE, self._fence)
         yield writer
         if (state := getattr(self._in_this_thread, "state", None)) is not None:
-            writer.execute(INSERT_STATE, state)
+            writer.execute(SHOW_STATE, state)
         with self._connection() as conn:
             writer.send(conn)
 

@@ -28,6 +28,9 @@ BRACES = 2
 PLAIN = 7  # `false` or shorter, or what opens and closes a list, with a colon and a comma
 SLACK = 64  # what a cut value may have beyond its bytes: the last number or key, and marks of cuts
 
+# json.dumps would make another for each call.
+_compact = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
 AS_TEXT = (date, time, timedelta, Decimal, UUID, PurePath)  # a datetime is a date
 
 
@@ -166,7 +169,7 @@ class _Copy:
 
 
 def _size(value: Any) -> int:
-    return len(json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode())
+    return len(_compact.encode(value).encode())
 
 
 def _type_name(value: Any) -> str:

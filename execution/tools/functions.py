@@ -52,7 +52,7 @@ class FunctionTool:
 
     def takes_no_time(self, args: Mapping[str, Any]) -> bool:
         """Whether `call_at_once` may be used with these arguments."""
-        return self.is_quick and self.context_name is None and _is_small(args)
+        return self.is_quick and self.context_name is None and is_small(args)
 
     def call_at_once(self, args: Mapping[str, Any], max_bytes: int) -> Any:
         """As `call`, on the thread of whoever asks; the result has at most `max_bytes`."""
@@ -61,10 +61,19 @@ class FunctionTool:
 
     async def call(self, args: Mapping[str, Any], context: ToolContext) -> Any:
         """The function's result, storable; raises what the function raises, and Permanent."""
+        return await self.begin(args, context).result()
+
+    def begin(self, args: Mapping[str, Any], context: ToolContext) -> Thread[Any]:
+        """Such a call, in its thread. When nobody waits for it any more, the function is told."""
         loop = OwnLoop()
+
+        def stop() -> None:
+            context.cancel()
+            loop.cancel()
+
         title = f"tool {self.name} of task {context.task_id}"
         call = partial(self._call, args, context, loop)
-        return await Thread(title, call, on_cancel=loop.cancel, afterwards=loop.close).result()
+        return Thread(title, call, on_cancel=stop, afterwards=loop.close)
 
     def _call(self, args: Mapping[str, Any], context: ToolContext, loop: OwnLoop) -> Any:
         values = self._read(args, context)
@@ -148,10 +157,10 @@ def _described(name: str, function: Callable[..., Any]) -> FunctionTool:
     )
 
 
-def _is_small(args: Mapping[str, Any]) -> bool:
-    """Whether they hold no more than some characters and values, all in all."""
+def is_small(*values: Any) -> bool:
+    """Whether these JSON values hold no more than some characters and values, all in all."""
     left = MOST_AT_ONCE
-    todo: list[Any] = [args]
+    todo: list[Any] = [*values]
     while todo and left > 0:
         here = todo.pop()
         left -= 1

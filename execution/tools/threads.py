@@ -1,23 +1,73 @@
-"""Calls plain functions in threads of their own, which nobody has to wait for.
+"""Calls plain functions in threads, which nobody has to wait for.
 
-One thread for each call, not a pool: a function that never returns takes no place from others, and
-does not keep the process from ending.
+Each call has a thread to itself: a function that never returns takes no place from others, and does
+not keep the process from ending. A thread whose call has returned is kept for the next one for some
+seconds, since to start one costs more than most calls.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
+import queue
 import threading
 from collections.abc import Awaitable, Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 DEAF_SECONDS = 2.0  # what still runs so long after it was cancelled does not listen
+IDLE_SECONDS = 5.0  # so long a thread waits for its next call
+
+
+class _Caller(threading.Thread):
+    """A thread that makes one call after the other, each in a fresh context, until it is idle."""
+
+    # The one that was busy last is at the end, and is taken first.
+    _idle: ClassVar[list[_Caller]] = []
+    _lock = threading.Lock()
+
+    def __init__(self, name: str, is_last: bool) -> None:
+        super().__init__(name=name, daemon=True)
+        self._is_last = is_last
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    @classmethod
+    def begin(cls, name: str, call: Callable[[], None], is_last: bool) -> None:
+        """Make a call that raises nothing; after the last, the thread ends."""
+        with cls._lock:
+            caller = cls._idle.pop() if cls._idle and not is_last else None
+        if caller is not None:
+            caller.name = name
+            caller._calls.put(call)
+            return
+        caller = cls(name, is_last)
+        caller._calls.put(call)
+        caller.start()
+
+    def run(self) -> None:
+        while (call := self._next()) is not None:
+            contextvars.Context().run(call)
+            del call  # and what it holds
+            if self._is_last:
+                return
+            self.name = "idle"
+            with self._lock:
+                self._idle.append(self)
+
+    def _next(self) -> Callable[[], None] | None:
+        try:
+            return self._calls.get(timeout=IDLE_SECONDS)
+        except queue.Empty:
+            with self._lock:
+                if self in self._idle:
+                    self._idle.remove(self)
+                    return None
+        return self._calls.get()  # somebody has just taken it
 
 
 def _nothing() -> None:
@@ -28,7 +78,7 @@ class Thread(Generic[T]):
     """One call, already begun. Belongs to the event loop that made it.
 
     `on_cancel` is called by that loop when nobody waits for the result any more, `afterwards` by
-    the thread when the result is on its way.
+    the thread when the result is on its way. `is_last`: in a thread that begins and ends with it.
     """
 
     def __init__(
@@ -37,31 +87,40 @@ class Thread(Generic[T]):
         function: Callable[[], T],
         on_cancel: Callable[[], None] = _nothing,
         afterwards: Callable[[], None] = _nothing,
+        is_last: bool = False,
     ) -> None:
+        self._name = name
         self._function = function
         self._on_cancel = on_cancel
         self._afterwards = afterwards
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[tuple[Any, BaseException | None]] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._is_running = True
+        _Caller.begin(name, self._run, is_last)
 
-    async def result(self) -> T:
-        """What the function returned or raised. Cancelling this leaves the thread to itself."""
+    async def outcome(self) -> tuple[Any, BaseException | None]:
+        """What the function returned, or else raised: so a CancelledError is not taken for ours.
+
+        Cancelling this leaves the thread to itself.
+        """
         try:
-            value, error = await self._ended
+            return await self._ended
         except asyncio.CancelledError:
             self._on_cancel()
             self._loop.call_later(DEAF_SECONDS, self._say_if_deaf)
             raise
+
+    async def result(self) -> T:
+        """What the function returned or raised. Cancelling this leaves the thread to itself."""
+        value, error = await self.outcome()
         if error is not None:
             raise error
         returned: T = value
         return returned
 
     def _say_if_deaf(self) -> None:
-        if self._thread.is_alive():
-            logger.warning("The thread of %s was cancelled and does not listen", self._thread.name)
+        if self._is_running:
+            logger.warning("The thread of %s was cancelled and does not listen", self._name)
 
     def _run(self) -> None:
         value, error = None, None
@@ -74,7 +133,8 @@ class Thread(Generic[T]):
         try:
             self._afterwards()
         except BaseException:
-            logger.exception("What %s left behind cannot be ended", self._thread.name)
+            logger.exception("What %s left behind cannot be ended", self._name)
+        self._is_running = False
 
     def _end(self, value: Any, error: BaseException | None) -> None:
         if not self._ended.done():
@@ -82,7 +142,7 @@ class Thread(Generic[T]):
 
 
 async def in_thread(name: str, function: Callable[[], T]) -> T:
-    """The result of `function`, called in a thread of its own."""
+    """The result of `function`, called in a thread."""
     return await Thread(name, function).result()
 
 

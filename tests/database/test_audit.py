@@ -14,6 +14,7 @@ from config import Retry
 from db import Connection
 from queries.schema import ensure_audit_partitions
 from tests.support import rows
+from tests.support.plans import plans_inside_functions
 from tests.support.rows import reasons, set_clock, sql
 
 PARTITIONS = """
@@ -117,6 +118,42 @@ def test_a_statement_over_many_rows_writes_one_audit_row_for_each(conn: Connecti
     tasks = [rows.submit(conn) for _ in range(50)]
     assert len(rows.claim(conn, 50).tasks) == 50
     assert all(reasons(conn, task_id) == ["created", "claimed"] for task_id in tasks)
+    claimed = """
+        SELECT task_id FROM audit_log WHERE task_id = ANY(%(tasks)s) AND reason = 'claimed'
+        ORDER BY id
+    """
+    assert [entry["task_id"] for entry in sql(conn, claimed, tasks=tasks)] == tasks
+
+
+def test_whoever_acts_for_a_person_leaves_his_name_at_every_transition(conn: Connection) -> None:
+    task = rows.claimed(conn)
+    sql(conn, "SELECT set_config('orchestrator.acts_for', 'ann', false)")
+    rows.settle(conn, task.lease, "succeeded")
+    sql(conn, "RESET orchestrator.acts_for")
+    details = [entry["detail"] for entry in rows.audit(conn, task.task_id)]
+    assert details == [{}, {}, {"by": "ann"}]
+
+
+def test_the_plan_kept_from_a_few_rows_compares_no_row_of_many_with_each_other(
+    conn: Connection,
+) -> None:
+    for _ in range(7):
+        rows.claimed(conn)
+    tasks = [rows.submit(conn, tenant="many") for _ in range(500)]
+    with plans_inside_functions(conn) as plans:
+        end = """
+            UPDATE tasks SET status = 'CANCELLED', reason = 'cancelled', due = false,
+                             finished_at = current_instant()
+            WHERE task_id = ANY(%(tasks)s)
+        """
+        sql(conn, end, tasks=tasks)
+    assert [reasons(conn, task_id) for task_id in tasks[::100]] == [["created", "cancelled"]] * 5
+    compared = [
+        node["Actual Rows"] * node["Actual Loops"] + node.get("Rows Removed by Join Filter", 0)
+        for plan in plans
+        for node in plan.nodes
+    ]
+    assert 500 <= max(compared) <= 5_000
 
 
 # --- append-only -----------------------------------------------------------------------------

@@ -6,6 +6,8 @@ import random
 import threading
 from collections.abc import Callable
 
+import pytest
+
 import db
 from queries.events import Position, here, position_of, read_events
 
@@ -14,24 +16,24 @@ Connect = Callable[[], db.Connection]
 RUN = 7  # the root of all rows here; the audit log asks for no task behind it
 
 APPEND = """
-INSERT INTO audit_log (root_id, task_id, tenant, to_status, reason, attempt)
-VALUES (%(root)s, %(task)s, 'default', 'PENDING', 'created', 0)
+INSERT INTO audit_log (root_id, run_id, task_id, tenant, to_status, reason, attempt)
+VALUES (coalesce(%(run)s, %(task)s), %(run)s, %(task)s, 'default', 'PENDING', 'created', 0)
 """
 
 
-def append(conn: db.Connection, task: int) -> None:
-    db.fetch(conn, APPEND, {"root": RUN, "task": task})
+def append(conn: db.Connection, task: int, run: int | None = RUN) -> None:
+    db.fetch(conn, APPEND, {"run": run, "task": task})
 
 
 def begin(conn: db.Connection) -> None:
     db.fetch(conn, "COMMIT; BEGIN")
 
 
-def read_all(conn: db.Connection, after: Position) -> list[tuple[int, Position]]:
+def read_all(conn: db.Connection, after: Position, root: int = RUN) -> list[tuple[int, Position]]:
     """Everything that is new, with the position behind each."""
     found: list[tuple[int, Position]] = []
     while True:
-        batch = read_events(conn, RUN, after)
+        batch = read_events(conn, root, after)
         assert batch is not None
         found += [(row["task_id"], place) for row, place in batch.events]
         after = batch.end
@@ -124,14 +126,17 @@ def test_a_position_knows_of_no_transaction_that_wrote_nothing_here(
         assert int(first_unknown) == writer["last"] + 1
 
 
-def test_the_last_writer_is_the_one_with_the_highest_number(conn: db.Connection) -> None:
+@pytest.mark.parametrize("run", [70, None])
+def test_the_last_writer_is_the_one_with_the_highest_number(
+    conn: db.Connection, run: int | None
+) -> None:
     for number in ("9", "10"):
         db.fetch(
             conn,
             """INSERT INTO audit_log
-                   (root_id, task_id, tenant, to_status, reason, attempt, transaction)
-               VALUES (%(root)s, 1, 'default', 'PENDING', 'created', 0, %(number)s::xid8)""",
-            {"root": 70, "number": number},
+                   (root_id, run_id, task_id, tenant, to_status, reason, attempt, transaction)
+               VALUES (70, %(run)s, 70, 'default', 'PENDING', 'created', 0, %(number)s::xid8)""",
+            {"run": run, "number": number},
         )
     assert here(conn, 70).now == "11:11:"
 
@@ -140,12 +145,23 @@ def test_more_rows_than_a_batch_holds_come_in_several(conn: db.Connection) -> No
     start = here(conn, RUN)
     db.fetch(
         conn,
-        """INSERT INTO audit_log (root_id, task_id, tenant, to_status, reason, attempt)
-           SELECT %(root)s, n, 'default', 'PENDING', 'created', 0
+        """INSERT INTO audit_log (root_id, run_id, task_id, tenant, to_status, reason, attempt)
+           SELECT %(root)s, %(root)s, n, 'default', 'PENDING', 'created', 0
            FROM generate_series(1, 1234) AS n""",
         {"root": RUN},
     )
     assert [task for task, _ in read_all(conn, start)[:-1]] == list(range(1, 1235))
+
+
+def test_a_lone_task_has_a_stream_of_its_own_and_a_step_is_in_that_of_its_run(
+    conn: db.Connection,
+) -> None:
+    starts = {root: here(conn, root) for root in (RUN, 5, 6)}
+    append(conn, 5, run=None)
+    append(conn, 6)
+    append(conn, 5, run=None)
+    told = {root: [task for task, _ in read_all(conn, starts[root], root)] for root in starts}
+    assert told == {RUN: [6, 0], 5: [5, 5, 0], 6: [0]}
 
 
 def test_a_cursor_carries_its_position(conn: db.Connection) -> None:

@@ -268,8 +268,12 @@ WHERE relnamespace = 'public'::regnamespace AND attnum > 0 AND NOT attisdropped
 UNION ALL
 SELECT 'index ' || indexname, indexdef FROM pg_indexes WHERE schemaname = 'public'
 UNION ALL
-SELECT 'constraint ' || conrelid::regclass || '.' || conname, pg_get_constraintdef(oid)
+SELECT concat('constraint ', nullif(conrelid, 0)::regclass, nullif(contypid, 0)::regtype,
+              '.', conname), pg_get_constraintdef(oid)
 FROM pg_constraint WHERE connamespace = 'public'::regnamespace
+UNION ALL
+SELECT 'domain ' || oid::regtype, format_type(typbasetype, typtypmod) FROM pg_type
+WHERE typnamespace = 'public'::regnamespace AND typtype = 'd'
 UNION ALL
 SELECT 'function ' || oid::regprocedure, pg_get_functiondef(oid)
 FROM pg_proc WHERE pronamespace = 'public'::regnamespace

@@ -14,6 +14,7 @@ from db import Connection
 from queries import leases
 from queries.leases import ClaimedTask, Lease, Outcome
 from tests.support import rows
+from tests.support.functions import rewritten
 from tests.support.rows import RETRY, claimed, expire, row, set_clock, settle
 
 BASE = datetime(2026, 1, 1, tzinfo=UTC)
@@ -122,16 +123,12 @@ def test_a_worker_that_got_its_lost_task_back_writes_only_what_came_of_the_fresh
 
 
 def test_without_the_token_in_the_statement_a_late_worker_would_have_won(
-    conn: Connection, monkeypatch: pytest.MonkeyPatch
+    conn: Connection,
 ) -> None:
     # The control of the tests above: it is the token that holds the late worker back.
     stale, _ = taken_over(conn)
-    unguarded = leases.SETTLE_TASKS.replace(" AND t.lease_token = o.token", "").replace(
-        " AND o.token = held.lease_token", ""
-    )
-    assert unguarded != leases.SETTLE_TASKS
-    monkeypatch.setattr(leases, "SETTLE_TASKS", unguarded)
-    assert settle(conn, stale.lease, "succeeded") is not None
+    with rewritten(conn, "settle_tasks", {" AND t.lease_token = o.token": ""}):
+        assert settle(conn, stale.lease, "succeeded") is not None
 
 
 # --- heartbeat -------------------------------------------------------------------------------

@@ -6,14 +6,18 @@ from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any
 
+import psycopg2.errors
 import pytest
 
 import db
 from config import Retry
+from connection import Cursor
 from db import Connection
 from queries import leases
 from queries.leases import Outcome
 from tests.support import rows
+from tests.support import runs as graphs
+from tests.support.functions import rewritten
 from tests.support.rows import RETRY, claimed, row, set_clock, settle, sql
 
 BASE = datetime(2026, 1, 1, tzinfo=UTC)
@@ -241,6 +245,32 @@ def test_many_tasks_are_settled_in_one_statement_each_by_its_own_verdict(conn: C
         assert (settled[task_id].status, settled[task_id].reason) == (status, reason)
     assert row(conn, tasks[-1])["result"] == {"n": tasks[-1]}
     assert db.metrics(conn)["by_status"] == {"SUCCEEDED": 1, "PENDING": 3, "FAILED": 2}
+
+
+def test_a_settle_is_one_message_whatever_follows_from_it(
+    conn: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = graphs.submit(conn, {"a": [], "b": ["a"]})
+    settled = [graphs.take(conn, run_id, "a"), rows.claimed(conn).lease]
+    sent: list[str] = []
+    execute = Cursor.execute
+    monkeypatch.setattr(
+        Cursor, "execute", lambda self, *call: sent.append(call[0]) or execute(self, *call)
+    )
+    outcomes = [(lease, Outcome("succeeded", result={})) for lease in settled]
+    assert len(leases.settle_tasks(conn, outcomes, RETRY)) == 2
+    assert len(sent) == 1
+    assert graphs.statuses(conn, run_id) == {"": "BLOCKED", "a": "SUCCEEDED", "b": "PENDING"}
+
+
+def test_a_step_is_not_settled_if_what_follows_from_it_is_refused(conn: Connection) -> None:
+    run_id = graphs.submit(conn, {"a": [], "b": ["a"]})
+    lease = graphs.take(conn, run_id, "a")
+    refused = {"'AWAITING_APPROVAL' ELSE 'PENDING' END": "'AWAITING_APPROVAL' ELSE 'RUNNING' END"}
+    with rewritten(conn, "end_steps", refused), pytest.raises(psycopg2.errors.CheckViolation):
+        settle(conn, lease, "succeeded")
+    assert graphs.statuses(conn, run_id) == {"": "BLOCKED", "a": "RUNNING", "b": "BLOCKED"}
+    assert settle(conn, lease, "succeeded") is not None
 
 
 def test_nothing_to_settle_is_no_fault(conn: Connection) -> None:

@@ -19,6 +19,7 @@ from errors import DatabaseUnavailable, StateConflict
 from queries import claims, leases, operations
 from queries.leases import Lease, Outcome
 from tests.support import model, rows
+from tests.support.functions import rewritten
 from tests.support.rows import RETRY
 from tests.support.stage import AT_ONCE, Stage
 
@@ -180,18 +181,17 @@ def test_a_settle_that_waits_for_a_row_has_locked_none_with_a_higher_number(
 
 
 def test_with_another_order_in_the_statement_it_would_have_locked_one(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    stage: Stage,
 ) -> None:
-    order = "ORDER BY t.task_id\n    FOR NO KEY UPDATE OF t"
-    assert order in leases.SETTLE_TASKS
+    order = "ORDER BY task_id\n    ),\n    held AS ("
     turned = order.replace("task_id", "task_id DESC")
-    monkeypatch.setattr(leases, "SETTLE_TASKS", leases.SETTLE_TASKS.replace(order, turned))
     low, high = two_running(stage.witness)
-    with stage.held_back(heartbeat, low):
-        pid, behind = stage.start(settle_all, [high, low])
-        stage.await_lock(pid, behind)
-        assert not stage.is_free(high.task_id)
-    behind.result(20)
+    with rewritten(stage.witness, "settle_tasks", {order: turned}):
+        with stage.held_back(heartbeat, low):
+            pid, behind = stage.start(settle_all, [high, low])
+            stage.await_lock(pid, behind)
+            assert not stage.is_free(high.task_id)
+        behind.result(20)
 
 
 def test_two_settles_of_the_same_rows_in_opposite_order_do_not_deadlock(stage: Stage) -> None:

@@ -374,7 +374,7 @@ def reserved_but_not_committed(
         "tokens_per_day": per_day,
     }
     with db.transaction(conn) as cursor:
-        cursor.execute(model_calls.LOCK_JOB + ";" + model_calls.RESERVE_CALL, values)
+        cursor.execute(model_calls.RESERVE_CALL, values)
         (found,) = cursor.fetchall()
         assert found["call_id"] is not None
         yield

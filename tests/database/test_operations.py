@@ -104,7 +104,7 @@ def settling(task: ClaimedTask) -> tuple[str, dict[str, Any]]:
     """The statement and the values with which settle_tasks writes a success."""
     sent: list[tuple[str, dict[str, Any]]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(leases, "fetch", lambda conn, *call: sent.append(call) or [])
+        patch.setattr(leases, "fetch", lambda conn, *call: sent.append(call) or [{"settled": None}])
         outcome = Outcome("succeeded", result={"text": "done"})
         leases.settle_tasks(None, [(task.lease, outcome)], RETRY)  # type: ignore[arg-type]
     return sent[0]
@@ -186,7 +186,7 @@ def test_a_cancel_that_meets_a_settle_waits_for_it_and_is_then_too_late(connect:
     worker, user, witness = connect(), connect(), connect()
     task = running(worker)
     with holding(worker, *settling(task)) as settled:
-        assert settled[0]["status"] == "SUCCEEDED"
+        assert settled[0]["settled"][0]["status"] == "SUCCEEDED"
         cancel = Meanwhile(cancel_task, user, "default", str(task.task_id))
         eventually(lambda: someone_waits_for_a_lock(witness))
     assert isinstance(cancel.result(), StateConflict)

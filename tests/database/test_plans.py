@@ -305,7 +305,11 @@ def of_workers(leased: list[Row]) -> dict[str, Ask]:
     claim = {**CLAIM, "wanted": WANTED, "from_task": 0}
     behind = {**claim, "from_task": A_RUN}
     renew = {"leases": json.dumps(leased), "lease_seconds": 30}
-    settle = {"outcomes": json.dumps([{**SETTLED, **lease} for lease in leased]), **CAPS}
+    settle = {
+        "outcomes": json.dumps([{**SETTLED, **lease} for lease in leased]),
+        "run_ids": [A_RUN],
+        **CAPS,
+    }
     routes = {"routes": json.dumps([{**lease, "route": "local"} for lease in leased])}
     return {
         "look": (claims.LOOK, {**claim, "count_in_flight": False}, 40, 0),
@@ -368,8 +372,10 @@ def of_the_api(here: events.Position) -> dict[str, Ask]:
         "fold": (figures.FOLD_FIGURES, {"page_rows": 1000}, 4000, 0),
         "audit": (listings.LIST_TRANSITIONS, {"task_id": 4711, "after": 0, "limit": 20}, 30, 2),
         "where the events are": (events.HERE, now, 30, 0),
+        "where a run's events are": (events.HERE, {"root_id": A_RUN}, 30, 0),
         "no events": (events.READ_EVENTS, now, 30, 2),
         "events from the beginning": (events.READ_EVENTS, old, 30, 2),
+        "no events of a run": (events.READ_EVENTS, {**now, "root_id": A_RUN}, 30, 2),
     }
 
 
@@ -384,8 +390,8 @@ def of_runs() -> dict[str, Ask]:
     audit = {"run_id": A_RUN, "after": 0, "limit": 20}
     return {
         "lock a run": (steps.LOCK_RUNS, one, 20, 1),
-        "promote": (steps.PROMOTE_STEPS, ended, 200, 4),
-        "cancel descendants": (steps.CANCEL_DESCENDANTS, ended, 400, 8),
+        "promote": (steps.END_STEPS, {**ended, "dead": []}, 200, 4),
+        "cancel descendants": (steps.END_STEPS, {**ended, "succeeded": []}, 400, 8),
         "end a run": (steps.END_RUNS, ended, 40, 0),
         "revive descendants": (steps.REVIVE_DESCENDANTS, ended, 3000, 1000),
         "reopen a run": (steps.REOPEN_RUN, one, 40, 0),
@@ -401,7 +407,25 @@ def of_runs() -> dict[str, Ask]:
 
 
 def of_jobs(leased: Row) -> dict[str, Ask]:
-    """Of a job with 10,000 model calls: what it has spent is read from each of them."""
+    shown = {"task_id": 500, "limit": 20, "before": None, "most_bytes": 2**20}
+    return {
+        **{
+            name: (statement, values, pages + FIRST_CALL, 0)
+            for name, (statement, values, pages) in job_functions(leased).items()
+        },
+        "the newest state": (jobs.NEWEST_STATE, shown, 20, 0),
+        # A job has few states: Postgres may read them all and sort them.
+        "the states": (jobs.LIST_STATES, shown, 40, 30),
+        "older states": (jobs.LIST_STATES, {**shown, "before": " 0015"}, 40, 30),
+    }
+
+
+FIRST_CALL = 120  # pages of the catalogue, which a function's first call in a session reads
+
+
+def job_functions(leased: Row) -> dict[str, tuple[str, dict[str, Any], int]]:
+    """What calls functions, and the most pages that may touch: for a job with 10,000 model calls.
+    What it has spent is read from each of them."""
     fence = {"task_id": leased["task_id"], "token": leased["token"]}
     key = {"node": "coder", "node_run": "run-7", "ordinal": 3}
     limits = {"tokens": 100, "token_budget": 10**9, "tokens_per_day": 10**9}
@@ -417,19 +441,13 @@ def of_jobs(leased: Row) -> dict[str, Ask]:
     }
     new = {**fence, **limits, **key, "node_run": "another"}
     unlimited = {**new, "token_budget": None, "tokens_per_day": 0}
-    shown = {"task_id": 500, "limit": 20, "before": None, "most_bytes": 2**20}
     return {
-        "lock a job": (model_calls.LOCK_JOB, fence, 20, 0),
-        "hold a lease": (jobs.HOLD_LEASE, fence, 20, 0),
-        "a reply that is there": (model_calls.RESERVE_CALL, {**fence, **limits, **key}, 20, 0),
-        "reserve a call": (model_calls.RESERVE_CALL, new, 1200, 0),
-        "reserve without limits": (model_calls.RESERVE_CALL, unlimited, 40, 0),
-        "end a call": (model_calls.END_CALL, end, 80, 0),
-        "write a state": (jobs.INSERT_STATE, state, 40, 0),
-        "the newest state": (jobs.NEWEST_STATE, shown, 20, 0),
-        # A job has few states: Postgres may read them all and sort them.
-        "the states": (jobs.LIST_STATES, shown, 40, 30),
-        "older states": (jobs.LIST_STATES, {**shown, "before": " 0015"}, 40, 30),
+        "hold a lease": (jobs.HOLD_LEASE, fence, 20),
+        "a reply that is there": (model_calls.RESERVE_CALL, {**fence, **limits, **key}, 40),
+        "reserve a call": (model_calls.RESERVE_CALL, new, 1200),
+        "reserve without limits": (model_calls.RESERVE_CALL, unlimited, 60),
+        "end a call": (model_calls.END_CALL, end, 100),
+        "show a state": (jobs.SHOW_STATE, state, 60),
     }
 
 
@@ -511,6 +529,22 @@ def test_a_step_of_the_claim_from_tenant_to_tenant_reads_one_row_of_each_route(
     assert [plan.scans_of_whole_tables() for plan in steps if plan.scans_of_whole_tables()] == []
     assert max(plan.pages for plan in steps) <= 40
     assert max(plan.most_rows_read() for plan in steps) <= 3
+
+
+def test_what_a_worker_writes_of_a_job_reads_no_table_whole_by_the_plans_that_are_kept(
+    full: Connection,
+) -> None:
+    (leased,) = sql(
+        full,
+        "SELECT task_id, lease_token AS token FROM tasks "
+        "WHERE status = 'RUNNING' ORDER BY task_id DESC LIMIT 1",
+    )
+    wrong = {}
+    sql(full, "SET plan_cache_mode = force_generic_plan")
+    for name, (statement, values, most_pages) in job_functions(leased).items():
+        wrong[name] = too_much(full, statement, values, most_pages, most_sorted=0)
+    sql(full, "RESET plan_cache_mode")
+    assert {name: seen for name, seen in wrong.items() if seen} == {}
 
 
 # What need not be fast, and why.

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from db import Connection, Row
+from db import Connection
 from errors import StateConflict
 from queries import leases, operations, runs
 from queries.leases import Lease
 from tests.support import proof, rows
+from tests.support.functions import rewritten
 from tests.support.rows import RETRY, sql
 from tests.support.runs import statuses, step_rows, story, submit
 from tests.support.stage import AT_ONCE, Stage
@@ -255,29 +256,29 @@ def test_whoever_never_waits_never_waits_in_any_meeting() -> None:
 # --- the danger when a guard is off ----------------------------------------------------------
 
 
-def lock_nothing(*args: Any) -> list[Row]:
-    return []
+# What settle_tasks would be like if it locked no run.
+NO_LOCK = {"WHERE task_id = ANY(run_ids)": "WHERE false"}
 
 
 def test_without_the_lock_on_the_run_the_step_behind_two_last_parents_is_never_promoted(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    stage: Stage,
 ) -> None:
-    monkeypatch.setattr(leases, "lock_runs", lock_nothing)
     scene = both_run(stage.witness)
-    with stage.held_back(settles("a"), scene):
-        pid, behind = stage.start(settles("b"), scene)
-        stage.await_lock(pid, behind)  # for the row of c
-    behind.result(20)
+    with rewritten(stage.witness, "settle_tasks", NO_LOCK):
+        with stage.held_back(settles("a"), scene):
+            pid, behind = stage.start(settles("b"), scene)
+            stage.await_lock(pid, behind)  # for the row of c
+        behind.result(20)
     assert short(stage.witness, scene) == "B S S B"
     assert proof.faults(stage.witness) != {}
 
 
-def test_without_the_lock_on_the_run_it_never_ends_when_two_last_steps_do(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(leases, "lock_runs", lock_nothing)
+def test_without_the_lock_on_the_run_it_never_ends_when_two_last_steps_do(stage: Stage) -> None:
     scene = pair(stage.witness)
-    with stage.held_back(settles("a"), scene):
+    with (
+        rewritten(stage.witness, "settle_tasks", NO_LOCK),
+        stage.held_back(settles("a"), scene),
+    ):
         assert settles("b")(stage.connect(), scene) == "SUCCEEDED"
     assert short(stage.witness, scene) == "B S S"
     assert proof.faults(stage.witness) != {}

@@ -10,13 +10,15 @@ from typing import Any
 
 import psycopg.errors
 import pytest
+from langgraph.checkpoint.postgres import PostgresSaver
 from langgraph.graph import END, START, StateGraph
 from langgraph.types import Command, Send, interrupt
+from psycopg import ClientCursor
 
 from db import Connection, Row
 from errors import LeaseLost
 from execution.agent import saver as saver_module
-from execution.agent.saver import CheckpointPool, FencedSaver, next_nodes, open_pool
+from execution.agent.saver import CheckpointPool, FencedSaver, _texts, next_nodes, open_pool
 from queries.jobs import newest_state
 from queries.leases import ClaimedTask
 from tests.conftest import settings_for
@@ -289,6 +291,21 @@ def test_a_checkpoint_that_waits_behind_the_loss_of_its_lease_is_not_written(
     with pytest.raises(LeaseLost):
         late.result(20)
     assert states(stage.witness) == []
+
+
+def test_the_writes_of_a_node_are_one_statement_and_special_ones_one_each(
+    pool: CheckpointPool,
+) -> None:
+    """LangGraph may write one special channel twice at once, which one statement could not."""
+    rows = [("1", "", "c", "t", "", n, f"it's {n} %", "null", b"'") for n in range(2)]
+    with pool.connection() as conn, ClientCursor(conn) as cursor:
+        (added,) = _texts(cursor, PostgresSaver.INSERT_CHECKPOINT_WRITES_SQL, rows)
+        changed = _texts(cursor, PostgresSaver.UPSERT_CHECKPOINT_WRITES_SQL, rows)
+        (blobs,) = _texts(cursor, PostgresSaver.UPSERT_CHECKPOINT_BLOBS_SQL, [r[:6] for r in rows])
+    assert added.count("INSERT") == 1
+    assert added.count("'it''s 1 %'") == 1
+    assert blobs.count("INSERT") == 1
+    assert len(changed) == 2
 
 
 def test_the_writes_of_nodes_that_end_at_once_are_all_saved(

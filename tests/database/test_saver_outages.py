@@ -106,7 +106,7 @@ def test_a_row_that_another_holds_too_long_is_said_in_plain_words(
 # --- a frozen worker -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", [b"hold_lease", b"INTO checkpoint", b"INTO job_states"])
+@pytest.mark.parametrize("part", [b"hold_lease", b"INTO checkpoint", b"show_state"])
 def test_a_worker_that_is_frozen_while_it_sends_a_checkpoint_holds_nothing(
     conn: Connection, settings: Settings, threads: ThreadPoolExecutor, part: bytes
 ) -> None:

@@ -25,6 +25,7 @@ class Plan:
 
     nodes: list[dict[str, Any]]
     pages: int
+    text: str = ""  # of a statement inside a function
 
     def is_of_a_trigger(self) -> bool:
         """Whether it reads the tables of changed rows."""
@@ -51,6 +52,16 @@ class Plan:
             default=0,
         )
 
+    def most_rows_compared(self) -> int:
+        """By one join, of pairs that did not belong together."""
+        return max(
+            (
+                round(n.get("Rows Removed by Join Filter", 0) * n["Actual Loops"])
+                for n in self.nodes
+            ),
+            default=0,
+        )
+
 
 def rows_read(node: Mapping[str, Any]) -> int:
     removed = node.get("Rows Removed by Filter", 0) + node.get("Rows Removed by Index Recheck", 0)
@@ -68,9 +79,9 @@ def plan_of(conn: Connection, statement: str, values: Mapping[str, Any]) -> Plan
     return Plan([*plan.nodes, *more], plan.pages)
 
 
-def _plan(explained: dict[str, Any]) -> Plan:
+def _plan(explained: dict[str, Any], text: str = "") -> Plan:
     pages = explained["Shared Hit Blocks"] + explained["Shared Read Blocks"]
-    return Plan(list(nodes(explained)), pages)
+    return Plan(list(nodes(explained)), pages, text)
 
 
 def nodes(plan: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -96,4 +107,4 @@ def plans_inside_functions(conn: Connection) -> Iterator[list[Plan]]:
     for notice in notices:
         if "plan:\n" in notice:
             told = json.loads(notice.split("plan:\n", 1)[1])
-            found.append(_plan(told["Plan"]))
+            found.append(_plan(told["Plan"], told["Query Text"]))

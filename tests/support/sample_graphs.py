@@ -297,6 +297,23 @@ def build_limited() -> StateGraph[Any, Any, Any, Any]:
     return line(at_once, timeout=1.0)
 
 
+# --- a graph that changes while it is compiled ----------------------------------------------------
+
+
+def fails(state: State) -> Patch:
+    raise ValueError("it always does")
+
+
+def says_that_it_failed(state: State) -> Patch:
+    return {"said": ["it failed"]}
+
+
+def build_with_default_handler() -> StateGraph[Any, Any, Any, Any]:
+    """Compiling it adds a node, and compiling it twice fails."""
+    graph = line(fails)
+    return graph.set_node_defaults(error_handler=says_that_it_failed)
+
+
 # --- nodes that raise what is not theirs to raise -------------------------------------------------
 
 

@@ -10,6 +10,9 @@ import pytest
 
 pytest.importorskip("langgraph", reason="comes with requirements-agents.txt")
 
+from langchain_core.runnables import RunnableConfig
+from langgraph.checkpoint.memory import InMemorySaver
+
 from execution.agent.graphs import Graphs, version_of
 from execution.agent.model import Frames
 from execution.agent.signals import Signals
@@ -98,6 +101,18 @@ def test_a_graph_that_would_fail_in_every_job_is_refused_with_what_is_wrong(
     graphs = Graphs({"own": f"tests.support.sample_graphs:build_{name}"})
     with pytest.raises(Permanent, match=f"is no graph that can run.*{says}"):
         graphs.load("own")
+
+
+def test_a_graph_is_compiled_once_and_runs_with_the_saver_of_each_job() -> None:
+    graph = Graphs({"own": "tests.support.sample_graphs:build_with_default_handler"}).load("own")
+    savers = InMemorySaver(), InMemorySaver()
+    first, second = map(graph.with_saver, savers)
+    of_one: RunnableConfig = {"configurable": {"thread_id": "1"}}
+    assert first.invoke({"task": "t"}, of_one)["said"] == ["it failed"]
+    assert first.get_state(of_one).values["said"] == ["it failed"]
+    assert second.get_state(of_one).values == {}
+    assert (first.checkpointer, second.checkpointer) == savers
+    assert graph.compiled.checkpointer is None
 
 
 # --- reservations ---------------------------------------------------------------------------------

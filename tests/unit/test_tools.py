@@ -274,6 +274,8 @@ def test_a_deadline_is_kept_whether_the_tool_listens_or_not(
     if tool in ("deaf", "deaf_async", "block"):
         eventually(lambda: "does not listen" in caplog.text)
         assert "ask 7" in caplog.text
+    if tool == "deaf_async":
+        eventually(lambda: sample_tools.SEEN == ["deaf_async: heard and went on"])
     elif tool == "listen":
         eventually(lambda: sample_tools.SEEN == ["listen: True, True"])
 
@@ -365,8 +367,9 @@ def test_a_tool_that_is_cancelled_before_its_arguments_are_read_is_not_called() 
     assert sample_tools.SEEN == []
 
 
-def test_large_arguments_are_filled_in_and_read_off_the_runner_s_loop(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("part", "is_small"), [("x", True), ("x" * 3000, False)])
+def test_large_arguments_are_filled_in_and_all_are_read_off_the_runner_s_loop(
+    monkeypatch: pytest.MonkeyPatch, part: str, is_small: bool
 ) -> None:
     threads: list[threading.Thread] = []
 
@@ -379,10 +382,11 @@ def test_large_arguments_are_filled_in_and_read_off_the_runner_s_loop(
 
     monkeypatch.setattr("execution.tool.fill", noted(fill))
     monkeypatch.setattr(FunctionTool, "_read", noted(FunctionTool._read))
-    step = step_of("add", {"a": "{{ n.output }}"}, {Reference("n"): 40})
-    assert asyncio.run(outcome_of(step)).result == 42
-    assert len(threads) == 2
-    assert threading.current_thread() not in threads
+    outputs = {Reference("n"): 40, Reference("of_another"): part}
+    assert asyncio.run(outcome_of(step_of("add", {"a": "{{ n.output }}"}, outputs))).result == 42
+    filled_in, read_in = threads
+    assert (filled_in is threading.current_thread()) == is_small
+    assert read_in is not threading.current_thread()
 
 
 def test_a_stuck_thread_does_not_keep_the_process_from_ending(tmp_path: Path) -> None:
