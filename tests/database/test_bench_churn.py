@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from bench.churn import AUDIT_ROWS, open_transaction, queued
+from bench.churn import open_transaction, queued
 from bench.common import administrator, ask
+from bench.laden import AUDIT_ROWS
 from db import Connection
 from tests.support import rows
 

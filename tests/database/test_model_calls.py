@@ -455,7 +455,8 @@ def spend(conn: Connection, task: ClaimedTask, thread: int, budget: int, per_day
 
 def spent_by(conn: Connection, task: ClaimedTask) -> int:
     statement = """
-        SELECT sum(coalesce(prompt_tokens + completion_tokens, reserved_tokens)) AS spent
+        SELECT coalesce(sum(coalesce(prompt_tokens + completion_tokens, reserved_tokens)), 0)
+            AS spent
         FROM model_calls WHERE task_id = %(task_id)s
     """
     return int(sql(conn, statement, task_id=task.task_id)[0]["spent"])
