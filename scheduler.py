@@ -237,9 +237,10 @@ class Worker:
             if claim.has_suspect and not self.alone:
                 self._suspects.start()
             self._note_contention(claim)
-            # Of what others make due from now on, a notification tells.
-            self._wants_slots = self._is_draining or claim.is_any_left
-            if not claim.tasks or not claim.is_any_left:
+            # Of what others make due from now on, a notification tells; of a call's end, nobody.
+            is_any_left = claim.is_any_left or (self.routes.has_limits and claim.depth > 0)
+            self._wants_slots = self._is_draining or is_any_left
+            if not claim.tasks or not is_any_left:
                 return
             if time.monotonic() >= self._next_reap:  # the settler frees slots all the time
                 self._sleep_seconds = 0.0

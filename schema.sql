@@ -212,7 +212,7 @@ COMMENT ON TABLE tasks IS 'One row for each thing that can be claimed, retried, 
 -- route they ask for, so that tasks of a paused route do not stand in front of the others.
 CREATE INDEX tasks_to_claim ON tasks (requested_route, tenant, priority DESC, task_id)
     WHERE due AND NOT alone;
--- claim_alone.
+-- claim_suspect.
 CREATE INDEX tasks_to_claim_alone ON tasks (task_id) WHERE due AND alone;
 -- mark_due and the sleep of an idle worker: what becomes due next.
 CREATE INDEX tasks_to_wait_for ON tasks (available_at) WHERE status = 'PENDING' AND NOT due;
@@ -252,7 +252,7 @@ CREATE TABLE step_edges (
     CONSTRAINT parents_have_lower_numbers CHECK (needs < task_id)
 );
 COMMENT ON TABLE step_edges IS 'Which step of a run depends on which.';
--- promote_steps, cancel_descendants: who waits for a step.
+-- end_steps: who waits for a step.
 CREATE INDEX step_edges_by_need ON step_edges (needs, task_id);
 
 
@@ -418,6 +418,8 @@ CREATE FUNCTION claim_tasks(
 ) LANGUAGE plpgsql
 SET plan_cache_mode = force_generic_plan SET enable_seqscan = off AS $$
 DECLARE
+    routes CONSTANT text[] := ARRAY(
+        SELECT asked ->> 'requested_route' FROM jsonb_array_elements(wanted) AS asked);
     tenants text[];
     share   bigint;
     chosen  bigint[];
@@ -426,10 +428,7 @@ BEGIN
     next_due_seconds := mark_due();
     LOOP
         tenants := ARRAY(
-            SELECT tenant FROM due_tenants(
-                ARRAY(SELECT asked ->> 'requested_route' FROM jsonb_array_elements(wanted) AS asked),
-                after_tenant, slots, from_task)
-            ORDER BY place);
+            SELECT tenant FROM due_tenants(routes, after_tenant, slots, from_task) ORDER BY place);
         last_tenant := tenants[cardinality(tenants)];
         is_any_left := false;
         IF last_tenant IS NOT NULL THEN
@@ -481,12 +480,16 @@ BEGIN
     IF chosen IS NOT NULL THEN
         tasks := lease_tasks(chosen, by_worker, lease_seconds);
     END IF;
-    IF is_auto THEN
+    -- What somebody else holds may be left by him.
+    is_any_left := coalesce(is_any_left, false)
+        OR last_tenant IS NOT NULL AND EXISTS (SELECT FROM due_tenants(routes, '', 1));
+    IF is_auto AND depth_limit > 0 THEN
         depth := count_due(depth_limit);
     END IF;
     has_suspect := (
         SELECT t.task_id FROM tasks t
-        WHERE t.due AND t.alone AND is_wanted(wanted, t.requested_route, t.payload)
+        WHERE t.due AND t.alone AND t.requested_route = ANY(routes)
+          AND is_wanted(wanted, t.requested_route, t.payload)
         ORDER BY t.task_id LIMIT 1) IS NOT NULL;
 END $$;
 
@@ -496,10 +499,13 @@ CREATE FUNCTION claim_suspect(
 ) RETURNS json LANGUAGE plpgsql
 SET plan_cache_mode = force_generic_plan SET enable_seqscan = off AS $$
 DECLARE
+    routes CONSTANT text[] := ARRAY(
+        SELECT asked ->> 'requested_route' FROM jsonb_array_elements(wanted) AS asked);
     chosen bigint;
 BEGIN
     SELECT t.task_id INTO chosen FROM tasks t
-    WHERE t.due AND t.alone AND is_wanted(wanted, t.requested_route, t.payload)
+    WHERE t.due AND t.alone AND t.requested_route = ANY(routes)
+      AND is_wanted(wanted, t.requested_route, t.payload)
     ORDER BY t.task_id
     LIMIT 1
     FOR NO KEY UPDATE SKIP LOCKED;
@@ -1532,7 +1538,8 @@ END $$;
 -- task's; with others it is refused (unique_violation). These keys are apart from those of the
 -- HTTP API. What cannot be a task is refused in plain words (invalid_parameter_value); the limits
 -- of config.toml are not known here. The caller's role needs INSERT and SELECT on tasks, SELECT on
--- transitions, and INSERT on audit_log and figure_changes.
+-- transitions, INSERT on audit_log and figure_changes, and EXECUTE on create_task,
+-- where that is not everybody's.
 CREATE FUNCTION submit_task(
     prompt          text,
     tenant          text             DEFAULT 'default',

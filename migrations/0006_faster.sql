@@ -417,6 +417,8 @@ CREATE FUNCTION claim_tasks(
 ) LANGUAGE plpgsql
 SET plan_cache_mode = force_generic_plan SET enable_seqscan = off AS $$
 DECLARE
+    routes CONSTANT text[] := ARRAY(
+        SELECT asked ->> 'requested_route' FROM jsonb_array_elements(wanted) AS asked);
     tenants text[];
     share   bigint;
     chosen  bigint[];
@@ -425,10 +427,7 @@ BEGIN
     next_due_seconds := mark_due();
     LOOP
         tenants := ARRAY(
-            SELECT tenant FROM due_tenants(
-                ARRAY(SELECT asked ->> 'requested_route' FROM jsonb_array_elements(wanted) AS asked),
-                after_tenant, slots, from_task)
-            ORDER BY place);
+            SELECT tenant FROM due_tenants(routes, after_tenant, slots, from_task) ORDER BY place);
         last_tenant := tenants[cardinality(tenants)];
         is_any_left := false;
         IF last_tenant IS NOT NULL THEN
@@ -480,12 +479,16 @@ BEGIN
     IF chosen IS NOT NULL THEN
         tasks := lease_tasks(chosen, by_worker, lease_seconds);
     END IF;
-    IF is_auto THEN
+    -- What somebody else holds may be left by him.
+    is_any_left := coalesce(is_any_left, false)
+        OR last_tenant IS NOT NULL AND EXISTS (SELECT FROM due_tenants(routes, '', 1));
+    IF is_auto AND depth_limit > 0 THEN
         depth := count_due(depth_limit);
     END IF;
     has_suspect := (
         SELECT t.task_id FROM tasks t
-        WHERE t.due AND t.alone AND is_wanted(wanted, t.requested_route, t.payload)
+        WHERE t.due AND t.alone AND t.requested_route = ANY(routes)
+          AND is_wanted(wanted, t.requested_route, t.payload)
         ORDER BY t.task_id LIMIT 1) IS NOT NULL;
 END $$;
 
@@ -495,10 +498,13 @@ CREATE FUNCTION claim_suspect(
 ) RETURNS json LANGUAGE plpgsql
 SET plan_cache_mode = force_generic_plan SET enable_seqscan = off AS $$
 DECLARE
+    routes CONSTANT text[] := ARRAY(
+        SELECT asked ->> 'requested_route' FROM jsonb_array_elements(wanted) AS asked);
     chosen bigint;
 BEGIN
     SELECT t.task_id INTO chosen FROM tasks t
-    WHERE t.due AND t.alone AND is_wanted(wanted, t.requested_route, t.payload)
+    WHERE t.due AND t.alone AND t.requested_route = ANY(routes)
+      AND is_wanted(wanted, t.requested_route, t.payload)
     ORDER BY t.task_id
     LIMIT 1
     FOR NO KEY UPDATE SKIP LOCKED;
@@ -974,3 +980,8 @@ BEGIN
     END IF;
     RETURN told;
 END $$;
+
+
+-- Columns of another type have lost their statistics.
+ANALYZE tasks;
+ANALYZE audit_log;

@@ -122,7 +122,7 @@ def claim_tasks(
                 "wanted": _as_json(wanted),
                 "budgets": json.dumps(budgets),
                 "after_tenant": after_tenant,
-                "depth_limit": policy.depth_that_matters + 1,
+                "depth_limit": policy.depth_that_matters + 1 if look is None else 0,
                 "from_task": from_task,
             },
         )

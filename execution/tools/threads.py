@@ -53,6 +53,7 @@ class _Caller(threading.Thread):
         while (call := self._next()) is not None:
             contextvars.Context().run(call)
             del call  # and what it holds
+            asyncio.set_event_loop(None)  # that it may have left behind
             if self._is_last:
                 return
             self.name = "idle"

@@ -168,6 +168,18 @@ def test_a_claim_that_leaves_slots_free_needs_no_second_one(conn: Connection) ->
     assert (len(found.tasks), found.is_any_left) == (3, False)
 
 
+def test_what_somebody_else_holds_may_be_left(
+    conn: Connection, connect: Callable[[], Connection]
+) -> None:
+    """A claim locks more than it takes; or it rolls back: and of neither a notification tells."""
+    held, free = submit(conn), submit(conn)
+    with db.transaction(connect()) as cursor:
+        cursor.execute("SELECT FROM tasks WHERE task_id = %s FOR UPDATE", (held,))
+        found = claim(conn, 5)
+        assert (numbers(found), found.is_any_left) == ([free], True)
+    assert numbers(claim(conn, 5)) == [held]
+
+
 def test_what_a_budget_has_kept_back_is_left(conn: Connection) -> None:
     for _ in range(3):
         submit(conn)

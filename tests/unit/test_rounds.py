@@ -12,7 +12,7 @@ import pytest
 from errors import DatabaseUnavailable
 from queries.claims import Claim
 from queries.leases import ClaimedTask, Lease, Outcome
-from scheduler import Worker
+from scheduler import FULL_ROUTE_POLL_SECONDS, Worker
 from tests.conftest import settings_for
 
 MOST_CLAIMS = 100
@@ -70,6 +70,24 @@ def test_a_settle_wakes_a_worker_that_left_nothing_only_for_what_comes_back(
     worker._note_free_slots(False)
     assert not rings
     worker._note_free_slots(True)
+    assert rings
+
+
+@pytest.mark.parametrize("claimed", [0, 1])
+def test_the_end_of_a_call_wakes_a_worker_that_left_something_to_a_full_route(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, claimed: int
+) -> None:
+    """What waits for a place is in no claim, whatever else that brings."""
+    task = ClaimedTask(Lease(7, "t"), 7, "tool", {}, "none", None, 1, 1, 0)
+    brings = [Claim([(task, None)] * claimed, depth=2), Claim([], depth=2)]
+    monkeypatch.setattr(worker, "_claim", lambda conn, free: brings.pop(0))
+    worker.routes.has_limits = True
+    worker._sleep_seconds = 60.0
+    worker.claim_and_start(None)  # type: ignore[arg-type]
+    assert worker._sleep_seconds <= FULL_ROUTE_POLL_SECONDS
+    rings: list[None] = []
+    monkeypatch.setattr(worker._doorbell, "ring", lambda: rings.append(None))
+    worker._note_free_slots(False)
     assert rings
 
 
