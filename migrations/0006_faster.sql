@@ -1,6 +1,6 @@
 -- Version 6: functions and triggers that keep their plans and do less.
 
-LOCK TABLE tasks IN SHARE ROW EXCLUSIVE MODE;
+LOCK TABLE tasks, audit_log IN ACCESS EXCLUSIVE MODE;
 
 -- --- what an audit row costs: its key is the index by which a task's story is read, and only rows of
 -- runs are in the one by which a run's events are read
