@@ -482,7 +482,7 @@ BEGIN
     END IF;
     -- What somebody else holds may be left by him.
     is_any_left := coalesce(is_any_left, false)
-        OR last_tenant IS NOT NULL AND EXISTS (SELECT FROM due_tenants(routes, '', 1));
+        OR last_tenant IS NOT NULL AND EXISTS (SELECT FROM due_tenants(routes, '', 1, 0));
     IF is_auto AND depth_limit > 0 THEN
         depth := count_due(depth_limit);
     END IF;
