@@ -480,9 +480,15 @@ BEGIN
     IF chosen IS NOT NULL THEN
         tasks := lease_tasks(chosen, by_worker, lease_seconds);
     END IF;
-    -- What somebody else holds may be left by him.
-    is_any_left := coalesce(is_any_left, false)
-        OR last_tenant IS NOT NULL AND EXISTS (SELECT FROM due_tenants(routes, '', 1, 0));
+    IF last_tenant IS NOT NULL AND is_any_left IS NOT TRUE THEN
+        -- What somebody else holds may be left by him.
+        is_any_left := EXISTS (
+            SELECT FROM unnest(routes) AS asked(route) CROSS JOIN LATERAL (
+                SELECT t.task_id FROM tasks t
+                WHERE t.due AND NOT t.alone AND t.requested_route = asked.route
+                ORDER BY t.tenant, t.priority DESC, t.task_id
+                LIMIT 1) AS first_of_route);
+    END IF;
     IF is_auto AND depth_limit > 0 THEN
         depth := count_due(depth_limit);
     END IF;

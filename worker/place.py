@@ -4,7 +4,7 @@ What was claimed leaves dead entries at the front of the claim's index, until a 
 older snapshot is left. A claim that follows another at once need not pass them again: it begins at
 the lowest number that the one before took. But an older task that was not due then can have become
 due since: so now and then a claim looks at everything, and so does every claim that would not be
-full otherwise. Such a task waits at most LONGEST_SECONDS behind younger ones.
+full otherwise. Such a task stands behind younger ones until the first claim after LONGEST_SECONDS.
 """
 
 from __future__ import annotations
