@@ -136,24 +136,27 @@ def impatient(conn: Connection, lock_timeout_seconds: float) -> Iterator[None]:
 
 
 def local_timeouts(lock_timeout_seconds: float, reply_timeout_seconds: float) -> str:
-    """Limits of one transaction; the server's own end just before ours."""
-    return (
-        f"SET LOCAL lock_timeout = {int(lock_timeout_seconds * 1000)};"
-        f"SET LOCAL statement_timeout = {int(reply_timeout_seconds * 900)};"
-        # A process that is frozen in the middle of a transaction holds its locks no longer.
+    """Limits of one transaction."""
+    return _message_timeouts(lock_timeout_seconds, reply_timeout_seconds) + (
+        # A process that is frozen between two messages holds its locks no longer.
         f"SET LOCAL idle_in_transaction_session_timeout = {FROZEN_SECONDS * 1000};"
     )
 
 
-def _limits(conn: Connection) -> str:
-    return local_timeouts(conn.lock_timeout_seconds, conn.reply_timeout_seconds)
+def _message_timeouts(lock_timeout_seconds: float, reply_timeout_seconds: float) -> str:
+    """Limits of a transaction that is one message; the server's own end just before ours."""
+    return (
+        f"SET LOCAL lock_timeout = {int(lock_timeout_seconds * 1000)};"
+        f"SET LOCAL statement_timeout = {int(reply_timeout_seconds * 900)};"
+    )
 
 
 def fetch(conn: Connection, statement: str, values: Mapping[str, Any] | None = None) -> list[Row]:
     """Run `statement` as one transaction, in one round trip, and return its rows."""
     with unavailable_in_plain_words(), _cursor(conn) as cursor:
         # Several statements in one message are one implicit transaction.
-        cursor.execute(_limits(conn) + statement, values or {})
+        limits = _message_timeouts(conn.lock_timeout_seconds, conn.reply_timeout_seconds)
+        cursor.execute(limits + statement, values or {})
         return cursor.fetchall() if cursor.description else []
 
 
@@ -164,7 +167,8 @@ def transaction(conn: Connection, mode: str = "") -> Iterator[Cursor]:
     It begins with the block's first statement, in the same message: one wait less.
     """
     with unavailable_in_plain_words(), _cursor(conn) as cursor:
-        conn.before = f"BEGIN {mode};" + _limits(conn)
+        limits = local_timeouts(conn.lock_timeout_seconds, conn.reply_timeout_seconds)
+        conn.before = f"BEGIN {mode};" + limits
         try:
             yield cursor
         except BaseException:

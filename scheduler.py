@@ -227,9 +227,9 @@ class Worker:
         self._wants_slots = True
         while (free := self.concurrency - len(self.held)) > 0 and not self.stop_signals:
             claim = self._claim(conn, min(free, LARGEST_CLAIM))
-            log_claimed(claim.tasks, self.name)
             for task, route in claim.tasks:
                 self._start(conn, task, route)
+            log_claimed(claim.tasks, self.name)
             if (next_due := claim.next_due_seconds) is not None:
                 # What is overdue still is a row that somebody holds: no reason to hurry.
                 pause = next_due if next_due > 0 else OVERDUE_SECONDS

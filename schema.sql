@@ -23,7 +23,7 @@ CREATE TABLE schema_version (
     installed_at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 COMMENT ON TABLE schema_version IS 'One row for each version this database has gone through.';
-INSERT INTO schema_version (version) VALUES (6);
+INSERT INTO schema_version (version) VALUES (7);
 
 
 -- The only clock. Tests set orchestrator.fake_now in their session to stand at a chosen instant.
@@ -303,16 +303,13 @@ END $$;
 -- the worker's policy, see queries/claims.py: [{"requested_route": …, "budget": …, "min_chars": …, "max_chars": …}, …].
 
 -- PENDING tasks whose available_at has come are marked due: the claim's index holds only due rows,
--- so a million delayed ones do not stand in its way. Returns the seconds until the next one's time;
--- NULL: there is none.
-CREATE FUNCTION mark_due() RETURNS double precision LANGUAGE plpgsql AS $$
-DECLARE
-    next_due timestamptz;
+-- so a million delayed ones do not stand in its way.
+CREATE FUNCTION mark_due() RETURNS void LANGUAGE plpgsql AS $$
 BEGIN
-    FOR turn IN 1..2 LOOP
-        SELECT available_at INTO next_due FROM tasks
-        WHERE status = 'PENDING' AND NOT due ORDER BY available_at LIMIT 1;
-        EXIT WHEN turn = 2 OR next_due IS NULL OR next_due > current_instant();
+    IF current_instant() >= (
+        SELECT available_at FROM tasks
+        WHERE status = 'PENDING' AND NOT due ORDER BY available_at LIMIT 1)
+    THEN
         UPDATE tasks SET due = true
         WHERE task_id IN (
             SELECT task_id FROM tasks
@@ -320,8 +317,7 @@ BEGIN
             ORDER BY available_at
             LIMIT 1000
             FOR NO KEY UPDATE SKIP LOCKED);
-    END LOOP;
-    RETURN extract(epoch FROM next_due - current_instant());
+    END IF;
 END $$;
 
 -- How many tasks are due, counted no further than `at_most`. The order is that of the index to be
@@ -390,9 +386,10 @@ BEGIN
     RETURN leased;
 END $$;
 
--- Leases up to `slots` due tasks. Fair between tenants: each of those that have something due gives
--- an equal share of the batch, and the round starts after the tenant that was last served. Of each
--- kind of route no more is taken than its budget allows (one that is not named has no limit).
+-- Leases up to `slots` due tasks. If no more are due, it takes them all. Else it is fair between
+-- tenants: each of those that have something due gives an equal share of the batch, and the round starts
+-- after the tenant that was last served. Of each kind of route no more is taken than its budget allows
+-- (one that is not named has no limit).
 --
 -- What was claimed leaves dead entries at the front of the index until they are vacuumed away, and an
 -- old snapshot keeps them all: to pass them again and again costs more than all the rest. So a claim
@@ -404,7 +401,7 @@ CREATE FUNCTION claim_tasks(
     slots         integer,
     lease_seconds double precision,
     wanted        jsonb,
-    budgets       jsonb,
+    budgets       jsonb,                   -- {}: none has a limit, and `wanted` names routes only
     after_tenant  text,
     depth_limit   integer,
     from_task     bigint,
@@ -422,65 +419,106 @@ DECLARE
         SELECT asked ->> 'requested_route' FROM jsonb_array_elements(wanted) AS asked);
     tenants text[];
     share   bigint;
+    waiting bigint;  -- NULL: not counted
     chosen  bigint[];
     is_auto boolean;
+    takes_all boolean;
 BEGIN
-    next_due_seconds := mark_due();
-    LOOP
-        tenants := ARRAY(
-            SELECT tenant FROM due_tenants(routes, after_tenant, slots, from_task) ORDER BY place);
-        last_tenant := tenants[cardinality(tenants)];
-        is_any_left := false;
-        IF last_tenant IS NOT NULL THEN
-            share := ceil(slots / cardinality(tenants)::numeric);
-            WITH asked AS (
-                SELECT * FROM jsonb_to_recordset(wanted) AS w(
-                    requested_route text, budget text, min_chars integer, max_chars integer)
-            ),
-            locked AS (
-                SELECT visited.place, asked.budget, candidate.*
-                FROM unnest(tenants) WITH ORDINALITY AS visited(tenant, place) CROSS JOIN asked
-                CROSS JOIN LATERAL (
-                    SELECT t.task_id, t.priority, t.requested_route FROM tasks t
-                    WHERE t.due AND NOT t.alone
-                      AND t.requested_route = asked.requested_route AND t.tenant = visited.tenant
-                      AND t.task_id >= from_task
-                      AND (asked.min_chars IS NULL OR prompt_length(t.payload) >= asked.min_chars)
-                      AND (asked.max_chars IS NULL OR prompt_length(t.payload) <= asked.max_chars)
-                    ORDER BY t.priority DESC, t.task_id
-                    LIMIT share
-                    FOR NO KEY UPDATE SKIP LOCKED) AS candidate
-            ),
-            ranked AS (
-                SELECT task_id, budget, place, priority, requested_route,
-                       row_number() OVER (
-                           PARTITION BY place ORDER BY priority DESC, task_id) AS place_in_tenant,
-                       row_number() OVER (
-                           PARTITION BY budget ORDER BY priority DESC, task_id) AS place_in_budget
-                FROM locked
-            ),
-            taken AS (
-                SELECT task_id, priority, requested_route FROM ranked
-                WHERE place_in_tenant <= share
-                  AND place_in_budget <= coalesce((budgets ->> budget)::bigint, slots)
-                ORDER BY place_in_tenant, place
-                LIMIT slots
-            )
-            SELECT array_agg(task_id), bool_or(requested_route = 'auto'),
-                   (SELECT max(place_in_tenant) >= share OR count(*) > (SELECT count(*) FROM taken)
-                    FROM ranked),
-                   CASE WHEN count(*) = slots AND bool_and(priority = 0)
-                        AND cardinality(tenants) < slots AND budgets = '{}' THEN min(task_id) END
-            INTO chosen, is_auto, is_any_left, next_from
-            FROM taken;
-        END IF;
-        EXIT WHEN from_task = 0 OR next_from IS NOT NULL;
-        from_task := 0;
+    FOR look IN 1..2 LOOP
+        SELECT CASE WHEN from_task = 0 AND budgets = '{}' THEN (
+                   SELECT count(*) FROM (
+                       SELECT FROM unnest(routes) AS asked(route) CROSS JOIN LATERAL (
+                           SELECT FROM tasks t
+                           WHERE t.due AND NOT t.alone AND t.requested_route = asked.route
+                           ORDER BY t.tenant, t.priority DESC, t.task_id
+                           LIMIT slots + 1) AS of_route
+                       LIMIT slots + 1) AS due) END,
+               (SELECT t.task_id FROM tasks t
+                WHERE t.due AND t.alone AND t.requested_route = ANY(routes)
+                  AND is_wanted(wanted, t.requested_route, t.payload)
+                ORDER BY t.task_id LIMIT 1) IS NOT NULL,
+               (SELECT extract(epoch FROM t.available_at - current_instant()) FROM tasks t
+                WHERE t.status = 'PENDING' AND NOT t.due
+                ORDER BY t.available_at LIMIT 1)
+        INTO waiting, has_suspect, next_due_seconds;
+        EXIT WHEN (next_due_seconds > 0) IS NOT FALSE;
+        PERFORM mark_due();
     END LOOP;
+    is_any_left := false;
+    IF waiting = 0 THEN
+        RETURN;
+    END IF;
+
+    takes_all := coalesce(waiting <= slots, false);
+    IF takes_all THEN
+        last_tenant := after_tenant;
+        SELECT array_agg(task_id), bool_or(requested_route = 'auto') INTO chosen, is_auto
+        FROM (
+            SELECT of_route.*
+            FROM unnest(routes) AS asked(route) CROSS JOIN LATERAL (
+                SELECT t.task_id, t.requested_route FROM tasks t
+                WHERE t.due AND NOT t.alone AND t.requested_route = asked.route
+                ORDER BY t.tenant, t.priority DESC, t.task_id
+                FOR NO KEY UPDATE SKIP LOCKED) AS of_route
+            LIMIT slots) AS free;
+        is_any_left := waiting > coalesce(cardinality(chosen), 0);
+    ELSE
+        LOOP
+            tenants := ARRAY(
+                SELECT tenant FROM due_tenants(routes, after_tenant, slots, from_task) ORDER BY place);
+            last_tenant := tenants[cardinality(tenants)];
+            is_any_left := false;
+            IF last_tenant IS NOT NULL THEN
+                share := ceil(slots / cardinality(tenants)::numeric);
+                WITH asked AS (
+                    SELECT * FROM jsonb_to_recordset(wanted) AS w(
+                        requested_route text, budget text, min_chars integer, max_chars integer)
+                ),
+                locked AS (
+                    SELECT visited.place, asked.budget, candidate.*
+                    FROM unnest(tenants) WITH ORDINALITY AS visited(tenant, place) CROSS JOIN asked
+                    CROSS JOIN LATERAL (
+                        SELECT t.task_id, t.priority, t.requested_route FROM tasks t
+                        WHERE t.due AND NOT t.alone
+                          AND t.requested_route = asked.requested_route AND t.tenant = visited.tenant
+                          AND t.task_id >= from_task
+                          AND (asked.min_chars IS NULL OR prompt_length(t.payload) >= asked.min_chars)
+                          AND (asked.max_chars IS NULL OR prompt_length(t.payload) <= asked.max_chars)
+                        ORDER BY t.priority DESC, t.task_id
+                        LIMIT share
+                        FOR NO KEY UPDATE SKIP LOCKED) AS candidate
+                ),
+                ranked AS (
+                    SELECT task_id, budget, place, priority, requested_route,
+                           row_number() OVER (
+                               PARTITION BY place ORDER BY priority DESC, task_id) AS place_in_tenant,
+                           row_number() OVER (
+                               PARTITION BY budget ORDER BY priority DESC, task_id) AS place_in_budget
+                    FROM locked
+                ),
+                taken AS (
+                    SELECT task_id, priority, requested_route FROM ranked
+                    WHERE place_in_tenant <= share
+                      AND place_in_budget <= coalesce((budgets ->> budget)::bigint, slots)
+                    ORDER BY place_in_tenant, place
+                    LIMIT slots
+                )
+                SELECT array_agg(task_id), bool_or(requested_route = 'auto'),
+                       (SELECT max(place_in_tenant) >= share OR count(*) > (SELECT count(*) FROM taken)
+                        FROM ranked),
+                       CASE WHEN count(*) = slots AND bool_and(priority = 0)
+                            AND cardinality(tenants) < slots AND budgets = '{}' THEN min(task_id) END
+                INTO chosen, is_auto, is_any_left, next_from
+                FROM taken;
+            END IF;
+            EXIT WHEN from_task = 0 OR next_from IS NOT NULL;
+            from_task := 0;
+        END LOOP;
+    END IF;
     IF chosen IS NOT NULL THEN
         tasks := lease_tasks(chosen, by_worker, lease_seconds);
     END IF;
-    IF last_tenant IS NOT NULL AND is_any_left IS NOT TRUE THEN
+    IF NOT takes_all AND last_tenant IS NOT NULL AND is_any_left IS NOT TRUE THEN
         -- What somebody else holds may be left by him.
         is_any_left := EXISTS (
             SELECT FROM unnest(routes) AS asked(route) CROSS JOIN LATERAL (
@@ -492,11 +530,6 @@ BEGIN
     IF is_auto AND depth_limit > 0 THEN
         depth := count_due(depth_limit);
     END IF;
-    has_suspect := (
-        SELECT t.task_id FROM tasks t
-        WHERE t.due AND t.alone AND t.requested_route = ANY(routes)
-          AND is_wanted(wanted, t.requested_route, t.payload)
-        ORDER BY t.task_id LIMIT 1) IS NOT NULL;
 END $$;
 
 -- Leases a task that has its last try, alone: no other may share a process with it.

@@ -1,19 +1,22 @@
 """The claim: which due tasks a worker takes, and where it sends them.
 
-One transaction asks the worker's policy what it can run now, leases the rows, and notes the route
-of each. The statements are functions of schema.sql, where Postgres keeps their plans. Workers do
-not wait for each other, unless calls in flight are limited: rows that somebody holds are skipped,
-and the state predicate is inside the locking SELECT.
+One statement leases the rows that the worker's policy can run now. Where that depends on how many
+are due, or on the calls in flight, one transaction asks for these first, and notes the routes last.
+The statements are functions of schema.sql, where Postgres keeps their plans. Workers do not wait
+for each other, unless calls in flight are limited: rows that somebody holds are skipped, and the
+state predicate is inside the locking SELECT.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from connection import Connection, Cursor, Row, transaction
+from connection import Connection, Cursor, Row, fetch, transaction
+from errors import DatabaseUnavailable
 from queries.leases import ClaimedTask, Lease
 
 
@@ -80,7 +83,7 @@ CLAIM_SUSPECT = "SELECT claim_suspect(%(worker)s, %(lease_seconds)s, %(wanted)s)
 TAKE_TURN = "SELECT pg_advisory_xact_lock(hashtext('orchestrator claim'));"
 LOOK = "SELECT * FROM look_at_queue(%(depth_limit)s, %(count_in_flight)s)"
 
-# The route was decided for tasks claimed a moment ago, in the same transaction. The state is asked
+# The route was decided for tasks claimed a moment ago. The state is asked
 # so that no index is used for it: the planner takes it that next to nothing runs, and would read
 # in tasks_to_list, which is of few tenants, all that does, or did since it was vacuumed.
 SET_ROUTES = """
@@ -105,39 +108,40 @@ def claim_tasks(
     `after_tenant` is the last tenant of the claim before, `from_task` where that one said that this
     may begin: see worker/place.py.
     """
-    look = None
+    values = {
+        "worker": worker,
+        "slots": slots,
+        "lease_seconds": lease_seconds,
+        "after_tenant": after_tenant,
+        "from_task": from_task,
+    }
+    if (wanted := policy.wanted_at_any_depth()) is not None:
+        return _claim_at_any_depth(conn, policy, wanted, values)
     with transaction(conn) as cursor:
-        wanted = policy.wanted_at_any_depth()
-        budgets: Mapping[str, int | None] = {}
-        if wanted is None:
-            look = _look(cursor, slots, policy)
-            wanted, budgets = policy.wanted(look)
-        row = _ask(
-            cursor,
-            CLAIM_TASKS,
-            {
-                "worker": worker,
-                "slots": slots,
-                "lease_seconds": lease_seconds,
-                "wanted": _as_json(wanted),
-                "budgets": json.dumps(budgets),
-                "after_tenant": after_tenant,
-                "depth_limit": policy.depth_that_matters + 1 if look is None else 0,
-                "from_task": from_task,
-            },
-        )
+        look = _look(cursor, slots, policy)
+        wanted, budgets = policy.wanted(look)
+        values |= {"wanted": _as_json(wanted), "budgets": json.dumps(budgets), "depth_limit": 0}
+        row = _ask(cursor, CLAIM_TASKS, values)
         tasks = _claimed_tasks(row)
         # The batch itself is no depth for its own decisions.
-        depth = (row["depth"] or 0) if look is None else max(0, look.depth - len(tasks))
-        return Claim(
-            _routed(cursor, tasks, policy, depth),
-            row["is_any_left"],
-            depth,
-            row["next_due_seconds"],
-            row["has_suspect"],
-            row["last_tenant"],
-            row["next_from"],
-        )
+        claim = _claim(row, tasks, policy, max(0, look.depth - len(tasks)))
+        _note_routes(cursor, claim)
+        return claim
+
+
+def _claim_at_any_depth(
+    conn: Connection, policy: ClaimPolicy, wanted: Sequence[Wanted], values: Row
+) -> Claim:
+    """In one message. No claim counts calls in flight, so routes may be noted a moment later."""
+    values |= {"wanted": _as_json(wanted), "budgets": "{}"}
+    values["depth_limit"] = policy.depth_that_matters + 1
+    (row,) = fetch(conn, CLAIM_TASKS, values)
+    claim = _claim(row, _claimed_tasks(row), policy, row["depth"] or 0)
+    if routes := _routes_of(claim):
+        # The tasks are ours whatever becomes of this, and their settle says the route again.
+        with contextlib.suppress(DatabaseUnavailable):
+            fetch(conn, SET_ROUTES, routes)
+    return claim
 
 
 def claim_alone(conn: Connection, worker: str, lease_seconds: float, policy: ClaimPolicy) -> Claim:
@@ -147,7 +151,9 @@ def claim_alone(conn: Connection, worker: str, lease_seconds: float, policy: Cla
         wanted, _ = policy.wanted(look)
         values = {"worker": worker, "lease_seconds": lease_seconds, "wanted": _as_json(wanted)}
         tasks = _claimed_tasks(_ask(cursor, CLAIM_SUSPECT, values))
-        return Claim(_routed(cursor, tasks, policy, look.depth), depth=look.depth)
+        claim = Claim(_routed(tasks, policy, look.depth), depth=look.depth)
+        _note_routes(cursor, claim)
+        return claim
 
 
 def _ask(cursor: Cursor, statement: str, values: Row) -> Row:
@@ -169,19 +175,35 @@ def _look(cursor: Cursor, slots: int, policy: ClaimPolicy) -> Look:
     return Look(row["depth"], slots, row["in_flight"] or {})
 
 
+def _claim(row: Row, tasks: list[ClaimedTask], policy: ClaimPolicy, depth: int) -> Claim:
+    return Claim(
+        _routed(tasks, policy, depth),
+        row["is_any_left"],
+        depth,
+        row["next_due_seconds"],
+        row["has_suspect"],
+        row["last_tenant"],
+        row["next_from"],
+    )
+
+
 def _routed(
-    cursor: Cursor, tasks: list[ClaimedTask], policy: ClaimPolicy, depth: int
+    tasks: list[ClaimedTask], policy: ClaimPolicy, depth: int
 ) -> list[tuple[ClaimedTask, str | None]]:
-    """What was leased, with the routes that are noted now."""
-    routes = policy.choose(tasks, depth)
-    chosen = [
-        {**vars(task.lease), "route": route}
-        for task, route in zip(tasks, routes, strict=True)
-        if route is not None
+    return list(zip(tasks, policy.choose(tasks, depth), strict=True))
+
+
+def _note_routes(cursor: Cursor, claim: Claim) -> None:
+    if routes := _routes_of(claim):
+        cursor.execute(SET_ROUTES, routes)
+
+
+def _routes_of(claim: Claim) -> Row | None:
+    """The values of SET_ROUTES; None: none of the tasks has a route."""
+    routed = [
+        {**vars(task.lease), "route": route} for task, route in claim.tasks if route is not None
     ]
-    if chosen:
-        cursor.execute(SET_ROUTES, {"routes": json.dumps(chosen)})
-    return list(zip(tasks, routes, strict=True))
+    return {"routes": json.dumps(routed)} if routed else None
 
 
 def _claimed_tasks(row: Row) -> list[ClaimedTask]:

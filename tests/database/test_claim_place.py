@@ -96,6 +96,7 @@ def test_a_claim_within_a_budget_does_not_say_where_to_begin(
 
 def settle_many(conn: Connection) -> int:
     """Run tasks, batch after batch; returns where the next claim may begin."""
+    submit(conn, requested_route="none")  # so that more is due than a claim takes
     for _ in range(SETTLED // BATCH):
         db.submit_tasks(conn, [rows.new_task(requested_route="none") for _ in range(BATCH)])
         last = claim(conn, BATCH)

@@ -12,8 +12,11 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 import db
+from connection import Row
 from db import Connection
+from errors import DatabaseUnavailable
 from queries import claims
+from queries.claims import Wanted
 from tests.support import rows
 from tests.support.rows import claim, row, set_clock, submit
 
@@ -178,6 +181,54 @@ def test_what_somebody_else_holds_may_be_left(
         found = claim(conn, 5)
         assert (numbers(found), found.is_any_left) == ([free], True)
     assert numbers(claim(conn, 5)) == [held]
+
+
+def test_a_claim_with_slots_for_all_that_is_due_takes_all(conn: Connection) -> None:
+    """Of every tenant and route, the highest priority first, and says that nothing is left."""
+    low = [submit(conn, tenant=tenant) for tenant in ("b", "a")]
+    high = submit(conn, tenant="c", priority=7, requested_route="cloud")
+    submit(conn, delay_seconds=60)
+    found = claim(conn, 3)
+    assert (numbers(found), found.is_any_left) == ([high, *low], False)
+    assert 59 < (found.next_due_seconds or 0) <= 60
+
+
+def test_what_is_due_on_a_route_that_nobody_wants_takes_no_slot(
+    conn: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(5):
+        submit(conn, requested_route="cloud")
+    local = [submit(conn, requested_route="local", tenant=tenant) for tenant in ("a", "b")]
+    monkeypatch.setattr(rows.Everything, "_everything", lambda self: [Wanted("local", "local")])
+    found = claim(conn, 2)
+    assert (sorted(numbers(found)), found.is_any_left) == (local, False)
+    assert claim(conn, 2).last_tenant is None
+
+
+def test_a_task_that_has_just_become_due_is_claimed_with_the_others(conn: Connection) -> None:
+    set_clock(conn, BASE.isoformat())
+    later, now = submit(conn, delay_seconds=60), submit(conn)
+    set_clock(conn, (BASE + timedelta(seconds=61)).isoformat())
+    found = claim(conn, 2)
+    assert (numbers(found), found.next_due_seconds) == ([later, now], None)
+
+
+def test_a_claim_whose_routes_cannot_be_noted_is_a_claim_all_the_same(
+    conn: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tasks are leased, and would wait for the reaper if nobody began them."""
+    monkeypatch.setattr(rows.Everything, "looks_first", False)
+    task = submit(conn)
+    fetch = claims.fetch
+
+    def fetch_one(conn: Connection, statement: str, values: Row) -> list[Row]:
+        if statement == claims.SET_ROUTES:
+            raise DatabaseUnavailable("the server is gone")
+        return fetch(conn, statement, values)
+
+    monkeypatch.setattr(claims, "fetch", fetch_one)
+    found = claims.claim_tasks(conn, "w1", 1, 30.0, rows.Everything())
+    assert [(claimed.task_id, route) for claimed, route in found.tasks] == [(task, "local")]
 
 
 def test_what_a_budget_has_kept_back_is_left(conn: Connection) -> None:

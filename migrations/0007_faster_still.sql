@@ -1,0 +1,154 @@
+-- Version 7: a claim that takes all that is due, and less to do for a settle.
+
+DROP FUNCTION mark_due();
+CREATE FUNCTION mark_due() RETURNS void LANGUAGE plpgsql AS $$
+BEGIN
+    IF current_instant() >= (
+        SELECT available_at FROM tasks
+        WHERE status = 'PENDING' AND NOT due ORDER BY available_at LIMIT 1)
+    THEN
+        UPDATE tasks SET due = true
+        WHERE task_id IN (
+            SELECT task_id FROM tasks
+            WHERE status = 'PENDING' AND NOT due AND available_at <= (SELECT current_instant())
+            ORDER BY available_at
+            LIMIT 1000
+            FOR NO KEY UPDATE SKIP LOCKED);
+    END IF;
+END $$;
+
+CREATE OR REPLACE FUNCTION claim_tasks(
+    by_worker     text,
+    slots         integer,
+    lease_seconds double precision,
+    wanted        jsonb,
+    budgets       jsonb,                   -- {}: none has a limit, and `wanted` names routes only
+    after_tenant  text,
+    depth_limit   integer,
+    from_task     bigint,
+    OUT tasks            json,             -- NULL: none
+    OUT last_tenant      text,             -- to which the round came; NULL: nothing is due
+    OUT is_any_left      boolean,          -- another claim may find more
+    OUT depth            bigint,           -- due besides these; NULL: no choice depends on it
+    OUT has_suspect      boolean,          -- a task can have its last try now, alone
+    OUT next_due_seconds double precision, -- until the next delayed task is due; NULL: there is none
+    OUT next_from        bigint            -- where a claim soon after this one may begin; NULL: at 0
+) LANGUAGE plpgsql
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off AS $$
+DECLARE
+    routes CONSTANT text[] := ARRAY(
+        SELECT asked ->> 'requested_route' FROM jsonb_array_elements(wanted) AS asked);
+    tenants text[];
+    share   bigint;
+    waiting bigint;  -- NULL: not counted
+    chosen  bigint[];
+    is_auto boolean;
+    takes_all boolean;
+BEGIN
+    FOR look IN 1..2 LOOP
+        SELECT CASE WHEN from_task = 0 AND budgets = '{}' THEN (
+                   SELECT count(*) FROM (
+                       SELECT FROM unnest(routes) AS asked(route) CROSS JOIN LATERAL (
+                           SELECT FROM tasks t
+                           WHERE t.due AND NOT t.alone AND t.requested_route = asked.route
+                           ORDER BY t.tenant, t.priority DESC, t.task_id
+                           LIMIT slots + 1) AS of_route
+                       LIMIT slots + 1) AS due) END,
+               (SELECT t.task_id FROM tasks t
+                WHERE t.due AND t.alone AND t.requested_route = ANY(routes)
+                  AND is_wanted(wanted, t.requested_route, t.payload)
+                ORDER BY t.task_id LIMIT 1) IS NOT NULL,
+               (SELECT extract(epoch FROM t.available_at - current_instant()) FROM tasks t
+                WHERE t.status = 'PENDING' AND NOT t.due
+                ORDER BY t.available_at LIMIT 1)
+        INTO waiting, has_suspect, next_due_seconds;
+        EXIT WHEN (next_due_seconds > 0) IS NOT FALSE;
+        PERFORM mark_due();
+    END LOOP;
+    is_any_left := false;
+    IF waiting = 0 THEN
+        RETURN;
+    END IF;
+
+    takes_all := coalesce(waiting <= slots, false);
+    IF takes_all THEN
+        last_tenant := after_tenant;
+        SELECT array_agg(task_id), bool_or(requested_route = 'auto') INTO chosen, is_auto
+        FROM (
+            SELECT of_route.*
+            FROM unnest(routes) AS asked(route) CROSS JOIN LATERAL (
+                SELECT t.task_id, t.requested_route FROM tasks t
+                WHERE t.due AND NOT t.alone AND t.requested_route = asked.route
+                ORDER BY t.tenant, t.priority DESC, t.task_id
+                FOR NO KEY UPDATE SKIP LOCKED) AS of_route
+            LIMIT slots) AS free;
+        is_any_left := waiting > coalesce(cardinality(chosen), 0);
+    ELSE
+        LOOP
+            tenants := ARRAY(
+                SELECT tenant FROM due_tenants(routes, after_tenant, slots, from_task) ORDER BY place);
+            last_tenant := tenants[cardinality(tenants)];
+            is_any_left := false;
+            IF last_tenant IS NOT NULL THEN
+                share := ceil(slots / cardinality(tenants)::numeric);
+                WITH asked AS (
+                    SELECT * FROM jsonb_to_recordset(wanted) AS w(
+                        requested_route text, budget text, min_chars integer, max_chars integer)
+                ),
+                locked AS (
+                    SELECT visited.place, asked.budget, candidate.*
+                    FROM unnest(tenants) WITH ORDINALITY AS visited(tenant, place) CROSS JOIN asked
+                    CROSS JOIN LATERAL (
+                        SELECT t.task_id, t.priority, t.requested_route FROM tasks t
+                        WHERE t.due AND NOT t.alone
+                          AND t.requested_route = asked.requested_route AND t.tenant = visited.tenant
+                          AND t.task_id >= from_task
+                          AND (asked.min_chars IS NULL OR prompt_length(t.payload) >= asked.min_chars)
+                          AND (asked.max_chars IS NULL OR prompt_length(t.payload) <= asked.max_chars)
+                        ORDER BY t.priority DESC, t.task_id
+                        LIMIT share
+                        FOR NO KEY UPDATE SKIP LOCKED) AS candidate
+                ),
+                ranked AS (
+                    SELECT task_id, budget, place, priority, requested_route,
+                           row_number() OVER (
+                               PARTITION BY place ORDER BY priority DESC, task_id) AS place_in_tenant,
+                           row_number() OVER (
+                               PARTITION BY budget ORDER BY priority DESC, task_id) AS place_in_budget
+                    FROM locked
+                ),
+                taken AS (
+                    SELECT task_id, priority, requested_route FROM ranked
+                    WHERE place_in_tenant <= share
+                      AND place_in_budget <= coalesce((budgets ->> budget)::bigint, slots)
+                    ORDER BY place_in_tenant, place
+                    LIMIT slots
+                )
+                SELECT array_agg(task_id), bool_or(requested_route = 'auto'),
+                       (SELECT max(place_in_tenant) >= share OR count(*) > (SELECT count(*) FROM taken)
+                        FROM ranked),
+                       CASE WHEN count(*) = slots AND bool_and(priority = 0)
+                            AND cardinality(tenants) < slots AND budgets = '{}' THEN min(task_id) END
+                INTO chosen, is_auto, is_any_left, next_from
+                FROM taken;
+            END IF;
+            EXIT WHEN from_task = 0 OR next_from IS NOT NULL;
+            from_task := 0;
+        END LOOP;
+    END IF;
+    IF chosen IS NOT NULL THEN
+        tasks := lease_tasks(chosen, by_worker, lease_seconds);
+    END IF;
+    IF NOT takes_all AND last_tenant IS NOT NULL AND is_any_left IS NOT TRUE THEN
+        -- What somebody else holds may be left by him.
+        is_any_left := EXISTS (
+            SELECT FROM unnest(routes) AS asked(route) CROSS JOIN LATERAL (
+                SELECT t.task_id FROM tasks t
+                WHERE t.due AND NOT t.alone AND t.requested_route = asked.route
+                ORDER BY t.tenant, t.priority DESC, t.task_id
+                LIMIT 1) AS first_of_route);
+    END IF;
+    IF is_auto AND depth_limit > 0 THEN
+        depth := count_due(depth_limit);
+    END IF;
+END $$;
