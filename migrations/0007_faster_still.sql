@@ -152,3 +152,101 @@ BEGIN
         depth := count_due(depth_limit);
     END IF;
 END $$;
+
+-- RUNNING -> PENDING (reaped), FAILED (max_delivery) or CANCELLED, where the lease has run out: up to
+-- `at_most` tasks of higher numbers than `after_task`, lowest first, or `only_task`. Tells what became
+-- of which. The reaper waits for nobody: a step whose run somebody holds has to wait for the next round.
+--
+-- Of tasks that went down with one process, one may be poison. They come back spread over a few
+-- seconds, and a task with one try left gets it alone, in a process of its own: so poison takes no
+-- healthy neighbour with it.
+CREATE FUNCTION reap_tasks(
+    usual_max_delivery integer,
+    spread_seconds     double precision,
+    at_most            integer,
+    after_task         bigint,
+    only_task          bigint              -- NULL: any
+) RETURNS json LANGUAGE plpgsql
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off AS $$
+#variable_conflict use_column
+DECLARE
+    told     json;
+    dead     bigint[];
+    ended_in bigint[];  -- their runs
+    locked   CONSTANT bigint[] := ARRAY(
+        SELECT run.task_id FROM tasks run
+        WHERE run.task_id = ANY(ARRAY(
+            SELECT t.parent_id FROM tasks t
+            WHERE CASE WHEN t.status = 'RUNNING' THEN true END  -- as tasks_leased has it
+              AND t.lease_expires_at < current_instant()
+              AND t.task_id > after_task AND (only_task IS NULL OR t.task_id = only_task)))
+        ORDER BY run.task_id
+        LIMIT at_most
+        FOR NO KEY UPDATE SKIP LOCKED);
+BEGIN
+    WITH expired AS (
+        SELECT t.task_id, t.lease_token, t.cancel_requested, t.delivery_count - t.retry_count AS losses
+        FROM tasks t
+        WHERE CASE WHEN t.status = 'RUNNING' THEN true END AND t.lease_expires_at < current_instant()
+          AND t.task_id > after_task AND (only_task IS NULL OR t.task_id = only_task)
+          AND CASE WHEN t.parent_id IS NULL THEN true ELSE t.parent_id = ANY(locked) END
+        ORDER BY t.task_id
+        LIMIT at_most
+        FOR NO KEY UPDATE SKIP LOCKED
+    ),
+    judged AS (
+        SELECT task_id, lease_token,
+               CASE
+                   WHEN cancel_requested THEN 'cancelled'
+                   WHEN losses >= usual_max_delivery THEN 'max_delivery'
+                   ELSE 'reaped'
+               END AS new_reason,
+               losses >= usual_max_delivery - 1 AS is_suspect,
+               random() * spread_seconds AS wait_seconds
+        FROM expired  -- as it was locked: what the snapshot saw may be older
+    ),
+    decided AS (
+        SELECT judged.*, transitions.to_status
+        FROM judged JOIN transitions
+            ON transitions.from_status = 'RUNNING' AND transitions.reason = judged.new_reason
+    ),
+    moment AS (SELECT current_instant() AS at),
+    reaped AS (
+        UPDATE tasks t
+        SET status = d.to_status,
+            reason = d.new_reason,
+            last_error = CASE
+                WHEN d.new_reason = 'max_delivery' THEN format(
+                    'handed out %s times and each time the worker was lost; the last was %s',
+                    t.delivery_count - t.retry_count, t.worker)
+                ELSE t.last_error END,
+            reclaim_count = t.reclaim_count + 1,
+            alone = d.is_suspect AND d.to_status = 'PENDING',
+            lease_token = NULL,
+            lease_expires_at = NULL,
+            due = d.to_status = 'PENDING' AND d.wait_seconds = 0,
+            available_at = CASE
+                WHEN d.to_status = 'PENDING' THEN moment.at + make_interval(secs => d.wait_seconds)
+                ELSE t.available_at END,
+            updated_at = moment.at,
+            finished_at = CASE WHEN d.to_status <> 'PENDING' THEN moment.at END
+        FROM decided d CROSS JOIN moment
+        WHERE t.task_id = ANY(ARRAY[d.task_id])
+          AND t.status IS NOT DISTINCT FROM 'RUNNING'
+          AND t.lease_token IS NOT DISTINCT FROM d.lease_token
+        RETURNING t.task_id, t.parent_id AS run_id, d.lease_token AS token, t.status,
+                  t.reason, t.attempt, t.retry_count, t.delivery_count,
+                  greatest(0, extract(epoch FROM t.available_at - t.updated_at)) AS delay_seconds,
+                  t.last_error AS error, t.truncated
+    )
+    SELECT json_agg(reaped ORDER BY task_id),
+           array_agg(task_id) FILTER (WHERE run_id IS NOT NULL AND status <> 'PENDING'),
+           array_agg(DISTINCT run_id) FILTER (WHERE run_id IS NOT NULL AND status <> 'PENDING')
+    INTO told, dead, ended_in
+    FROM reaped;
+
+    IF ended_in IS NOT NULL THEN
+        PERFORM end_steps(NULL, dead, ended_in);
+    END IF;
+    RETURN told;
+END $$;

@@ -17,8 +17,7 @@ from decimal import Decimal
 from typing import Any, Literal, NamedTuple
 
 from config import Retry
-from connection import Connection, Row, fetch, transaction
-from queries.steps import end_steps
+from connection import Connection, Row, fetch
 from queries.webhooks import Message
 from runs.templates import Reference
 
@@ -188,76 +187,11 @@ def _as_row(lease: Lease, outcome: Outcome) -> Row:
     return row
 
 
-# The reaper waits for nobody: steps of a run whose row is held have to wait for the next round.
-LOCK_RUNS_OF_EXPIRED = """
-SELECT task_id FROM tasks
-WHERE task_id = ANY(ARRAY(
-    SELECT parent_id FROM tasks
-    WHERE CASE WHEN status = 'RUNNING' THEN true END  -- as tasks_leased has it
-      AND lease_expires_at < current_instant()
-      AND task_id > %(after)s AND (%(only)s::bigint IS NULL OR task_id = %(only)s)))
-ORDER BY task_id
-LIMIT %(sweep_limit)s
-FOR NO KEY UPDATE SKIP LOCKED
-"""
-
-# RUNNING -> PENDING (reaped), FAILED (max_delivery) or CANCELLED, where the lease has run out.
-# Of tasks that went down with one process, one may be poison. They come back spread over a few
-# seconds, and a task with one try left gets it alone, in a process of its own: so poison takes no
-# healthy neighbour with it.
+# RUNNING -> PENDING (reaped), FAILED (max_delivery) or CANCELLED, where the lease has run out, and
+# what follows from it for runs.
 REAP_TASKS = """
-WITH expired AS (
-    SELECT task_id, lease_token, cancel_requested, delivery_count, retry_count
-    FROM tasks
-    WHERE CASE WHEN status = 'RUNNING' THEN true END AND lease_expires_at < current_instant()
-      AND task_id > %(after)s AND (%(only)s::bigint IS NULL OR task_id = %(only)s)
-      AND CASE WHEN parent_id IS NULL THEN true ELSE parent_id = ANY(%(locked_runs)s) END
-    ORDER BY task_id
-    LIMIT %(sweep_limit)s
-    FOR NO KEY UPDATE SKIP LOCKED
-),
-judged AS (
-    SELECT t.task_id, t.lease_token,
-           CASE
-               WHEN t.cancel_requested THEN 'cancelled'
-               WHEN t.delivery_count - t.retry_count >= %(max_delivery)s THEN 'max_delivery'
-               ELSE 'reaped'
-           END AS new_reason,
-           t.delivery_count - t.retry_count >= %(max_delivery)s - 1 AS is_suspect,
-           random() * %(spread_seconds)s AS wait_seconds
-    FROM expired t  -- as it was locked: what the snapshot saw may be older
-),
-decided AS (
-    SELECT judged.*, transitions.to_status
-    FROM judged JOIN transitions
-        ON transitions.from_status = 'RUNNING' AND transitions.reason = judged.new_reason
-),
-moment AS (SELECT current_instant() AS at)
-UPDATE tasks t
-SET status = d.to_status,
-    reason = d.new_reason,
-    last_error = CASE
-        WHEN d.new_reason = 'max_delivery' THEN format(
-            'handed out %%s times and each time the worker was lost; the last was %%s',
-            t.delivery_count - t.retry_count, t.worker)
-        ELSE t.last_error END,
-    reclaim_count = t.reclaim_count + 1,
-    alone = d.is_suspect AND d.to_status = 'PENDING',
-    lease_token = NULL,
-    lease_expires_at = NULL,
-    due = d.to_status = 'PENDING' AND d.wait_seconds = 0,
-    available_at = CASE
-        WHEN d.to_status = 'PENDING' THEN moment.at + make_interval(secs => d.wait_seconds)
-        ELSE t.available_at END,
-    updated_at = moment.at,
-    finished_at = CASE WHEN d.to_status <> 'PENDING' THEN moment.at END
-FROM decided d CROSS JOIN moment
-WHERE t.task_id = d.task_id AND t.status = 'RUNNING' AND t.lease_token = d.lease_token
-RETURNING t.task_id, t.parent_id AS run_id, d.lease_token::text AS token, t.status::text,
-          t.reason, t.attempt, t.retry_count, t.delivery_count,
-          greatest(0, extract(epoch FROM t.available_at - t.updated_at))::double precision
-              AS delay_seconds,
-          t.last_error AS error, t.truncated
+SELECT reap_tasks(
+    %(max_delivery)s, %(spread_seconds)s, %(sweep_limit)s, %(after)s, %(only)s::bigint) AS reaped
 """
 
 
@@ -272,13 +206,8 @@ def reap_tasks(
         "after": after,
         "only": only,
     }
-    with transaction(conn) as cursor:
-        cursor.execute(LOCK_RUNS_OF_EXPIRED, values)
-        locked = [row["task_id"] for row in cursor.fetchall()]
-        cursor.execute(REAP_TASKS, {**values, "locked_runs": locked})
-        rows = cursor.fetchall()
-        end_steps(cursor, rows)
-    return [Settled(**row) for row in rows]
+    (row,) = fetch(conn, REAP_TASKS, values)
+    return [Settled(**one) for one in row["reaped"] or []]
 
 
 EXPIRED_TASKS = """

@@ -44,6 +44,7 @@ def warm_up(conn: Connection, url: str, counted: str = "waiting") -> Connection:
         assert runs.statuses(conn, few)[""] == "FAILED"
         for _ in range(8):  # after five, Postgres may keep one for all values
             assert rows.settle(conn, rows.claimed(conn).lease, "succeeded")
+        assert rows.reap(conn) == []
         # To disable a trigger would make everybody plan anew.
         cursor.execute("SET session_replication_role = replica")
         cursor.execute(FILL)
@@ -109,6 +110,15 @@ def test_the_end_of_one_step_of_many_reads_none_that_have_ended(warm: Connection
         assert rows.settle(warm, lease, "succeeded")
     assert_good(plans)
     assert max(plan.most_rows_read() for plan in plans if not plan.is_of_a_trigger()) <= 5
+
+
+def test_a_reap_of_many_steps_and_tasks_reads_those_and_no_other(warm: Connection) -> None:
+    runs.submit(warm, {f"a{n}": [] for n in range(MANY // 2)})
+    db.submit_tasks(warm, [rows.new_task() for _ in range(MANY // 2)])
+    assert len(rows.claim(warm, MANY, lease_seconds=0).tasks) == MANY
+    with plans_inside_functions(warm) as plans:
+        assert len(rows.reap(warm)) == MANY
+    assert_good(plans)
 
 
 def test_without_the_settings_of_the_function_a_plan_that_it_keeps_is_a_bad_one(

@@ -280,7 +280,6 @@ REAP = {
     "spread_seconds": 5,
     "sweep_limit": 10,
     "after": 0,
-    "locked_runs": [],
 }
 CLAIM = {"worker": "w1", "slots": 4, "lease_seconds": 30, "budgets": "{}", "depth_limit": 10}
 WANTED = json.dumps([vars(claims.Wanted(route, "all")) for route in ("none", "local", "auto")])
@@ -323,7 +322,6 @@ def of_workers(leased: list[Row]) -> dict[str, Ask]:
         "settle 8": (leases.SETTLE_TASKS, settle, 400, 8),
         "reap 10": (leases.REAP_TASKS, {**REAP, "only": None}, 400, 10),
         "reap one": (leases.REAP_TASKS, {**REAP, "only": leased[0]["task_id"] - 90}, 100, 1),
-        "the runs of 10 expired": (leases.LOCK_RUNS_OF_EXPIRED, {**REAP, "only": None}, 30, 10),
         "see 10 expired": (leases.EXPIRED_TASKS, {"sweep_limit": 10, "after": 0}, 30, 10),
         "is there work": (leases.HAS_WORK, {}, 40, 0),
     }

@@ -67,9 +67,9 @@ GUARDS = {
         {" AND t.lease_token = ours.token": "", "t.lease_token::text AS token": "ours.token"},
     ),
     "the expiry in the reaper": (
-        leases,
-        "REAP_TASKS",
-        {" AND lease_expires_at < current_instant()": ""},
+        None,
+        "reap_tasks",
+        {" AND t.lease_expires_at < current_instant()": ""},
     ),
     "the request to cancel in a settle": (
         None,

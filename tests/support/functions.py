@@ -18,7 +18,8 @@ def rewritten(conn: Connection, function: str, changes: Mapping[str, str]) -> It
         SELECT pg_get_functiondef(oid) AS text FROM pg_proc WHERE proname = %(function)s
     """
     (found,) = sql(conn, statement, function=function)
-    changed = found["text"]
+    as_it_is = found["text"].replace("%", "%%")
+    changed = as_it_is
     for piece, other in changes.items():
         assert piece in changed
         changed = changed.replace(piece, other)
@@ -26,7 +27,7 @@ def rewritten(conn: Connection, function: str, changes: Mapping[str, str]) -> It
     try:
         yield
     finally:
-        sql(conn, found["text"])
+        sql(conn, as_it_is)
 
 
 @contextmanager
