@@ -44,7 +44,7 @@ def warm_up(conn: Connection, url: str, counted: str = "waiting") -> Connection:
         assert runs.statuses(conn, few)[""] == "FAILED"
         for _ in range(8):  # after five, Postgres may keep one for all values
             assert rows.settle(conn, rows.claimed(conn).lease, "succeeded")
-        assert rows.reap(conn) == []
+            assert rows.reap(conn) == []
         # To disable a trigger would make everybody plan anew.
         cursor.execute("SET session_replication_role = replica")
         cursor.execute(FILL)
