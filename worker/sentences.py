@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from logs import line, say, say_all
+from logs import field, line, say, say_all
 from queries.leases import ClaimedTask, Lease, Settled
 
 logger = logging.getLogger("scheduler")
@@ -27,17 +27,11 @@ SENTENCES = {
 
 
 def log_claimed(tasks: Iterable[tuple[ClaimedTask, str | None]], worker: str) -> None:
-    """A line for each task, with its route."""
+    """A line for each task, with its route, as `line` writes it, but sooner: there are many."""
+    of_worker = field("worker", worker)
     lines = [
-        line(
-            f"Claimed task {task.task_id}.",
-            "claimed",
-            task_id=task.task_id,
-            worker=worker,
-            attempt=task.attempt,
-            delivery_count=task.delivery_count,
-            route=route,
-        )
+        f"Claimed task {task.lease.task_id}. action=claimed task_id={task.lease.task_id}{of_worker}"
+        f" attempt={task.attempt} delivery_count={task.delivery_count}{field('route', route)}"
         for task, route in tasks
     ]
     say_all(logger, logging.INFO, lines)
