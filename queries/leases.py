@@ -91,7 +91,7 @@ class Outcome:
 
 
 class Settled(NamedTuple):
-    """What became of a task: its new status, the reason, and when it can run again."""
+    """What became of a task; its fields are in the order in which settle_tasks tells them."""
 
     task_id: int
     run_id: int | None
@@ -101,7 +101,7 @@ class Settled(NamedTuple):
     attempt: int
     retry_count: int
     delivery_count: int
-    delay_seconds: float
+    delay_seconds: float | None  # until it can run again; None: it has ended, or waits for somebody
     error: str | None
     truncated: bool
 
@@ -152,6 +152,8 @@ def renew_leases(conn: Connection, leases: Sequence[Lease], lease_seconds: float
     )
 
 
+_shortest_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
 # RUNNING -> wherever the outcome leads, for the holder of the lease only, and what follows from it
 # for runs: a function of schema.sql, since a function keeps its plans.
 SETTLE_TASKS = """
@@ -168,19 +170,22 @@ def settle_tasks(
     The end of a step promotes, cancels and ends what depends on it, in the same transaction.
     """
     values = {
-        "outcomes": json.dumps([_as_row(*pair) for pair in outcomes], ensure_ascii=False),
+        "outcomes": _shortest_json([_as_row(*pair) for pair in outcomes]),
         "run_ids": list({lease.run_id for lease, _ in outcomes if lease.run_id is not None}),
         "max_retry": retry.max_retry,
         "max_delay_seconds": retry.max_delay_seconds,
     }
     (row,) = fetch(conn, SETTLE_TASKS, values)
-    return [Settled(**one) for one in row["settled"] or []]
+    columns = row["settled"] or []
+    return [Settled(*one) for one in zip(*columns, strict=True)]
 
 
 def _as_row(lease: Lease, outcome: Outcome) -> Row:
     """What there is of both, and no more: thousands of these are read and written in a second."""
-    row = {"task_id": lease.task_id, "token": lease.token}
-    row.update(item for item in vars(outcome).items() if item[1])
+    row: Row = {"task_id": lease.task_id, "token": lease.token}
+    for name, value in vars(outcome).items():
+        if value:
+            row[name] = value
     if outcome.result is not None:
         row["result"] = outcome.result
     if outcome.cost is not None:
@@ -255,8 +260,9 @@ FROM decided d CROSS JOIN moment
 WHERE t.task_id = d.task_id AND t.status = 'RUNNING' AND t.lease_token = d.lease_token
 RETURNING t.task_id, t.parent_id AS run_id, d.lease_token::text AS token, t.status::text,
           t.reason, t.attempt, t.retry_count, t.delivery_count,
-          greatest(0, extract(epoch FROM t.available_at - t.updated_at))::double precision
-              AS delay_seconds,
+          CASE WHEN t.status = 'PENDING'
+               THEN extract(epoch FROM t.available_at - t.updated_at)::double precision
+          END AS delay_seconds,
           t.last_error AS error, t.truncated
 """
 

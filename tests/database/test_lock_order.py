@@ -183,7 +183,7 @@ def test_a_settle_that_waits_for_a_row_has_locked_none_with_a_higher_number(
 def test_with_another_order_in_the_statement_it_would_have_locked_one(
     stage: Stage,
 ) -> None:
-    order = "ORDER BY task_id\n    ),\n    held AS ("
+    order = "ORDER BY task_id\n    ),\n    settled AS ("
     turned = order.replace("task_id", "task_id DESC")
     low, high = two_running(stage.witness)
     with rewritten(stage.witness, "settle_tasks", {order: turned}):
