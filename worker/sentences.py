@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from logs import field, line, say, say_all
+from logs import field, say, say_all
 from queries.leases import ClaimedTask, Lease, Settled
 
 logger = logging.getLogger("scheduler")

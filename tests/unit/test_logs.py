@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from logs import FORMAT, LONGEST_TRACEBACK, LineByLine, WholeLines, line, say_all, set_up_logs
-from queries.leases import ClaimedTask, Lease
-from worker.sentences import log_claimed
+from queries.leases import ClaimedTask, Lease, Settled
+from worker.sentences import WHAT_BECAME_OF_IT, log_claimed, log_settled
 
 TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ")
 
@@ -133,6 +133,42 @@ def test_what_was_claimed_is_logged_as_every_line_is(
     assert [TIME.sub("", one) for one in heard.text.splitlines()] == [
         f"INFO    {line('Claimed task 7.', 'claimed', task_id=7, worker=worker, **counts, **more)}"
         for more in ({"route": "local"}, {})
+    ]
+
+
+@pytest.mark.parametrize("worker", ["host-1", "w 1 action=succeeded\nw", ""])
+def test_what_was_settled_is_logged_as_every_line_is_and_dead_letters_last(
+    logger: logging.Logger, heard: Lines, monkeypatch: pytest.MonkeyPatch, worker: str
+) -> None:
+    monkeypatch.setattr("worker.sentences.logger", logger)
+    logger.setLevel(logging.INFO)
+    settled = [
+        Settled(7, None, "t", "FAILED", "max_retry", 3, 3, 3, None, "one\ntwo", False),
+        Settled(8, 1, "t", "PENDING", "retry", 1, 1, 1, 2.0, "e", False),
+        Settled(9, None, "t", "PENDING", "released", 1, 0, 0, 0.0, None, False),
+        Settled(10, None, "t", "SUCCEEDED", "succeeded", 1, 0, 1, None, None, True),
+        Settled(11, None, "t", "SUCCEEDED", "succeeded", 1, 0, 1, None, None, False),
+    ]
+    log_settled(settled, worker)
+    expected = [
+        (one, "ERROR   " if one.status == "FAILED" else "INFO    ")
+        for one in [*settled[1:], settled[0]]
+    ]
+    assert [TIME.sub("", one) for one in heard.text.splitlines()] == [
+        level
+        + line(
+            f"Task {one.task_id} {WHAT_BECAME_OF_IT[one.reason]}",
+            one.reason,
+            task_id=one.task_id,
+            worker=worker,
+            attempt=one.attempt,
+            retry_count=one.retry_count,
+            delivery_count=one.delivery_count,
+            delay_seconds=one.delay_seconds,
+            error=one.error,
+            truncated=one.truncated or None,
+        )
+        for one, level in expected
     ]
 
 
