@@ -101,7 +101,7 @@ class Settled(NamedTuple):
     attempt: int
     retry_count: int
     delivery_count: int
-    delay_seconds: float | None  # until it can run again; None: it has ended, or waits for somebody
+    delay_seconds: float | None  # of one that is PENDING: until it can run again
     error: str | None
     truncated: bool
 
@@ -260,9 +260,8 @@ FROM decided d CROSS JOIN moment
 WHERE t.task_id = d.task_id AND t.status = 'RUNNING' AND t.lease_token = d.lease_token
 RETURNING t.task_id, t.parent_id AS run_id, d.lease_token::text AS token, t.status::text,
           t.reason, t.attempt, t.retry_count, t.delivery_count,
-          CASE WHEN t.status = 'PENDING'
-               THEN extract(epoch FROM t.available_at - t.updated_at)::double precision
-          END AS delay_seconds,
+          greatest(0, extract(epoch FROM t.available_at - t.updated_at))::double precision
+              AS delay_seconds,
           t.last_error AS error, t.truncated
 """
 

@@ -48,8 +48,10 @@ def log_settled(settled: Iterable[Settled], worker: str) -> None:
             f" action={one.reason} task_id={one.task_id}{of_worker} attempt={one.attempt}"
             f" retry_count={one.retry_count} delivery_count={one.delivery_count}"
         )
-        if one.status != "SUCCEEDED":
-            text += field("delay_seconds", one.delay_seconds) + field("error", one.error)
+        if one.status == "PENDING":
+            text += field("delay_seconds", one.delay_seconds)
+        if one.error is not None:
+            text += field("error", one.error)
         if one.truncated:
             text += " truncated=True"
         (of_dead_letters if one.status == "FAILED" else lines).append(text)

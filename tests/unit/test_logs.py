@@ -143,7 +143,7 @@ def test_what_was_settled_is_logged_as_every_line_is_and_dead_letters_last(
     monkeypatch.setattr("worker.sentences.logger", logger)
     logger.setLevel(logging.INFO)
     settled = [
-        Settled(7, None, "t", "FAILED", "max_retry", 3, 3, 3, None, "one\ntwo", False),
+        Settled(7, None, "t", "FAILED", "max_delivery", 3, 0, 3, 0.0, "one\ntwo", False),
         Settled(8, 1, "t", "PENDING", "retry", 1, 1, 1, 2.0, "e", False),
         Settled(9, None, "t", "PENDING", "released", 1, 0, 0, 0.0, None, False),
         Settled(10, None, "t", "SUCCEEDED", "succeeded", 1, 0, 1, None, None, True),
@@ -164,7 +164,7 @@ def test_what_was_settled_is_logged_as_every_line_is_and_dead_letters_last(
             attempt=one.attempt,
             retry_count=one.retry_count,
             delivery_count=one.delivery_count,
-            delay_seconds=one.delay_seconds,
+            delay_seconds=one.delay_seconds if one.status == "PENDING" else None,
             error=one.error,
             truncated=one.truncated or None,
         )
