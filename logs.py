@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO
 
 FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
-LONGEST_PREFIX = 40  # bytes of time and level, and the line's end
 LARGEST_WRITE = 4096  # bytes that a pipe takes whole, when several processes write to it
 LONGEST_TRACEBACK = 20_000  # characters; the frames come first, an error's own text last
 
 
 def set_up_logs() -> None:
     """Send the records of this process to standard error, from INFO up."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = WholeLines(sys.stderr)
     handler.setFormatter(LineByLine(FORMAT))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -36,26 +35,45 @@ def say(logger: logging.Logger, level: int, sentence: str, action: str, **fields
 
 def line(sentence: str, action: str, **fields: object) -> str:
     """`sentence` with its fields, as `say` logs it."""
-    pairs = [f"{key}={_value(value)}" for key, value in fields.items() if value is not None]
-    return " ".join([sentence, f"action={action}", *pairs])
+    text = f"{sentence} action={action}"
+    for key, value in fields.items():
+        if value is not None:
+            text += f" {key}={value if type(value) is int else _value(value)}"
+    return text
 
 
-def say_all(logger: logging.Logger, level: int, lines: Iterable[str]) -> None:
-    """Log many lines, several in one record and one write; each looks as if it were alone."""
-    together: list[str] = []
-    size = 0
-    for one in lines:
-        size += len(one.encode()) + LONGEST_PREFIX
-        if together and size > LARGEST_WRITE:
-            _say_together(logger, level, together)
-            together, size = [], len(one.encode()) + LONGEST_PREFIX
-        together.append(one)
-    if together:
-        _say_together(logger, level, together)
+def field(key: str, value: object) -> str:
+    """What a field adds to a line: it begins with a space; nothing, if it is None."""
+    return "" if value is None else f" {key}={_value(value)}"
 
 
-def _say_together(logger: logging.Logger, level: int, lines: list[str]) -> None:
-    logger.log(level, "%s", "\n".join(lines), extra={"is_many_lines": True})
+def say_all(logger: logging.Logger, level: int, lines: Sequence[str]) -> None:
+    """Log many lines in one record; each looks as if it were alone."""
+    if lines:
+        logger.log(level, "%s", "\n".join(lines), extra={"is_many_lines": True})
+
+
+class WholeLines(logging.StreamHandler[TextIO]):
+    """Writes as many lines at once as a pipe takes whole: those of several processes stay apart."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            for part in _parts(self.format(record) + self.terminator):
+                self.stream.write(part)
+                self.flush()
+        except Exception:
+            self.handleError(record)
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Whole lines of a text that ends with one, as many as one write takes; at least one."""
+    whole = text.encode(errors="backslashreplace")
+    start = 0
+    while start < len(whole):
+        end = whole.rfind(b"\n", start, start + LARGEST_WRITE) + 1
+        end = end or whole.find(b"\n", start) + 1
+        yield whole[start:end].decode()
+        start = end
 
 
 class LineByLine(logging.Formatter):

@@ -90,7 +90,7 @@ class Outcome:
 
 
 class Settled(NamedTuple):
-    """What became of a task: its new status, the reason, and when it can run again."""
+    """What became of a task; its fields are in the order in which SQL tells them."""
 
     task_id: int
     run_id: int | None
@@ -100,7 +100,7 @@ class Settled(NamedTuple):
     attempt: int
     retry_count: int
     delivery_count: int
-    delay_seconds: float
+    delay_seconds: float | None  # of one that is PENDING: until it can run again
     error: str | None
     truncated: bool
 
@@ -151,6 +151,8 @@ def renew_leases(conn: Connection, leases: Sequence[Lease], lease_seconds: float
     )
 
 
+_shortest_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
 # RUNNING -> wherever the outcome leads, for the holder of the lease only, and what follows from it
 # for runs: a function of schema.sql, since a function keeps its plans.
 SETTLE_TASKS = """
@@ -167,19 +169,25 @@ def settle_tasks(
     The end of a step promotes, cancels and ends what depends on it, in the same transaction.
     """
     values = {
-        "outcomes": json.dumps([_as_row(*pair) for pair in outcomes], ensure_ascii=False),
+        "outcomes": _shortest_json([_as_row(*pair) for pair in outcomes]),
         "run_ids": list({lease.run_id for lease, _ in outcomes if lease.run_id is not None}),
         "max_retry": retry.max_retry,
         "max_delay_seconds": retry.max_delay_seconds,
     }
-    (row,) = fetch(conn, SETTLE_TASKS, values)
-    return [Settled(**one) for one in row["settled"] or []]
+    return _told(fetch(conn, SETTLE_TASKS, values))
+
+
+def _told(rows: list[Row]) -> list[Settled]:
+    columns = rows[0]["settled"] or []
+    return [Settled(*one) for one in zip(*columns, strict=True)]
 
 
 def _as_row(lease: Lease, outcome: Outcome) -> Row:
     """What there is of both, and no more: thousands of these are read and written in a second."""
-    row = {"task_id": lease.task_id, "token": lease.token}
-    row.update(item for item in vars(outcome).items() if item[1])
+    row: Row = {"task_id": lease.task_id, "token": lease.token}
+    for name, value in vars(outcome).items():
+        if value:
+            row[name] = value
     if outcome.result is not None:
         row["result"] = outcome.result
     if outcome.cost is not None:
@@ -191,7 +199,7 @@ def _as_row(lease: Lease, outcome: Outcome) -> Row:
 # what follows from it for runs.
 REAP_TASKS = """
 SELECT reap_tasks(
-    %(max_delivery)s, %(spread_seconds)s, %(sweep_limit)s, %(after)s, %(only)s::bigint) AS reaped
+    %(max_delivery)s, %(spread_seconds)s, %(sweep_limit)s, %(after)s, %(only)s::bigint) AS settled
 """
 
 
@@ -206,8 +214,7 @@ def reap_tasks(
         "after": after,
         "only": only,
     }
-    (row,) = fetch(conn, REAP_TASKS, values)
-    return [Settled(**one) for one in row["reaped"] or []]
+    return _told(fetch(conn, REAP_TASKS, values))
 
 
 EXPIRED_TASKS = """

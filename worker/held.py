@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from queries.leases import ClaimedTask, Lease
 
 
 class Held:
-    """Thread-safe. A lease is added by the claim and dropped once, by who knows its end first."""
+    """Thread-safe. Leases are added by the claim and dropped once, by who knows its end first."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -25,11 +25,11 @@ class Held:
         with self._lock:
             self._being_settled.update(held)
 
-    def drop_settled(self, lease: Lease) -> bool:
-        """Forget a lease whose outcome was written or refused; False if it was lost before."""
+    def drop_settled(self, settled: Sequence[Lease]) -> list[Lease]:
+        """Forget leases whose outcome was written or refused; those that were not lost before."""
         with self._lock:
-            self._being_settled.discard(lease)
-            return self._tasks.pop(lease, None) is not None
+            self._being_settled.difference_update(settled)
+            return [one for one in settled if self._tasks.pop(one, None) is not None]
 
     def drop_lost(self, lease: Lease) -> bool:
         """Forget a lease that the heartbeat found gone; False if it is being settled."""

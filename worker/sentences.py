@@ -5,64 +5,58 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from logs import line, say, say_all
+from logs import field, say, say_all
 from queries.leases import ClaimedTask, Lease, Settled
 
 logger = logging.getLogger("scheduler")
 
-SENTENCES = {
-    "succeeded": "Task {0} succeeded.",
-    "retry": "Task {0} failed and will be tried again.",
-    "released": "Task {0} was handed back.",
-    "outage": "Task {0} was handed back: the model server is away.",
-    "parked": "Task {0} waits for a person.",
-    "reaped": "Task {0} was taken back: its lease ran out.",
-    "cancelled": "Task {0} was cancelled.",
-    "max_retry": "Task {0} failed for the last time and is a dead letter.",
-    "max_delivery": "Task {0} was lost with its worker too often and is a dead letter.",
-    "permanent": "Task {0} cannot succeed and is a dead letter.",
-    "deadline": "Task {0} ran out of time and is a dead letter.",
-    "recursion_limit": "Task {0} took more steps than it may and is a dead letter.",
+WHAT_BECAME_OF_IT = {
+    "succeeded": "succeeded.",
+    "retry": "failed and will be tried again.",
+    "released": "was handed back.",
+    "outage": "was handed back: the model server is away.",
+    "parked": "waits for a person.",
+    "reaped": "was taken back: its lease ran out.",
+    "cancelled": "was cancelled.",
+    "max_retry": "failed for the last time and is a dead letter.",
+    "max_delivery": "was lost with its worker too often and is a dead letter.",
+    "permanent": "cannot succeed and is a dead letter.",
+    "deadline": "ran out of time and is a dead letter.",
+    "recursion_limit": "took more steps than it may and is a dead letter.",
 }
 
 
 def log_claimed(tasks: Iterable[tuple[ClaimedTask, str | None]], worker: str) -> None:
-    """A line for each task, with its route."""
+    """A line for each task, with its route, as `line` writes it, but sooner: there are many."""
+    of_worker = field("worker", worker)
     lines = [
-        line(
-            f"Claimed task {task.task_id}.",
-            "claimed",
-            task_id=task.task_id,
-            worker=worker,
-            attempt=task.attempt,
-            delivery_count=task.delivery_count,
-            route=route,
-        )
+        f"Claimed task {task.lease.task_id}. action=claimed task_id={task.lease.task_id}{of_worker}"
+        f" attempt={task.attempt} delivery_count={task.delivery_count}{field('route', route)}"
         for task, route in tasks
     ]
     say_all(logger, logging.INFO, lines)
 
 
 def log_settled(settled: Iterable[Settled], worker: str) -> None:
-    """A line for each task; dead letters are errors, and come last."""
-    lines: dict[int, list[str]] = {logging.INFO: [], logging.ERROR: []}
+    """A line for each task, as `line` writes it, but sooner; dead letters are errors, come last."""
+    of_worker = field("worker", worker)
+    lines: list[str] = []
+    of_dead_letters: list[str] = []
     for one in settled:
-        lines[logging.ERROR if one.status == "FAILED" else logging.INFO].append(
-            line(
-                SENTENCES[one.reason].format(one.task_id),
-                one.reason,
-                task_id=one.task_id,
-                worker=worker,
-                attempt=one.attempt,
-                retry_count=one.retry_count,
-                delivery_count=one.delivery_count,
-                delay_seconds=one.delay_seconds if one.status == "PENDING" else None,
-                error=one.error,
-                truncated=one.truncated or None,
-            )
+        text = (
+            f"Task {one.task_id} {WHAT_BECAME_OF_IT[one.reason]}"
+            f" action={one.reason} task_id={one.task_id}{of_worker} attempt={one.attempt}"
+            f" retry_count={one.retry_count} delivery_count={one.delivery_count}"
         )
-    for level, of_level in lines.items():
-        say_all(logger, level, of_level)
+        if one.status == "PENDING":
+            text += field("delay_seconds", one.delay_seconds)
+        if one.error is not None:
+            text += field("error", one.error)
+        if one.truncated:
+            text += " truncated=True"
+        (of_dead_letters if one.status == "FAILED" else lines).append(text)
+    say_all(logger, logging.INFO, lines)
+    say_all(logger, logging.ERROR, of_dead_letters)
 
 
 def log_lost(lease: Lease, worker: str) -> None:

@@ -11,7 +11,6 @@ import db
 from config import Settings
 from errors import DatabaseUnavailable
 from logs import say
-from queries.leases import Lease
 from worker.held import Held
 from worker.link import SHORT_REPLY_SECONDS
 from worker.sentences import log_lost, log_settled
@@ -60,7 +59,8 @@ class Settler(threading.Thread):
 
     def ring(self) -> None:
         """There is something to take."""
-        self._rung.set()
+        if not self._rung.is_set():
+            self._rung.set()
 
     def hurry(self) -> None:
         """From now on wait for no reply for long; may be called from a signal handler."""
@@ -107,13 +107,10 @@ class Settler(threading.Thread):
             settled, again = settle_batch(self._open(), batch, self._settings.retry)
             self._unsettled[held_up : held_up + len(batch)] = again
             held_up += len(again)
-            written = {Lease(one.task_id, one.token) for one in settled}
             waiting = {lease for lease, _ in again}
-            lost = [
-                lease
-                for lease, _ in batch
-                if lease not in waiting and self._held.drop_settled(lease) and lease not in written
-            ]
+            ended = [lease for lease, _ in batch if lease not in waiting]
+            written = {one.token for one in settled}
+            lost = [one for one in self._held.drop_settled(ended) if one.token not in written]
             self._on_settled(any(one.status == "PENDING" for one in settled))
             log_settled(settled, self._worker_name)
             for lease in lost:

@@ -33,13 +33,14 @@ Finished = tuple[Lease, Outcome]
 
 def batch_to_settle(unsettled: Sequence[Finished]) -> list[Finished]:
     """The first outcomes, as many as one statement can carry; at least one."""
-    batch: list[Finished] = []
+    batch = list(unsettled[:LARGEST_BATCH])
     characters = 0
-    for lease, outcome in unsettled[:LARGEST_BATCH]:
-        characters += len(str(outcome.result or "")) + len(str(outcome.gate or ""))
-        if batch and characters > LARGEST_BATCH_CHARACTERS:
-            break
-        batch.append((lease, outcome))
+    for place, (_, outcome) in enumerate(batch):
+        characters += len(str(outcome.result))
+        if outcome.gate:
+            characters += len(str(outcome.gate))
+        if characters > LARGEST_BATCH_CHARACTERS and place > 0:
+            return batch[:place]
     return batch
 
 

@@ -17,7 +17,7 @@ import db
 from db import Connection
 from errors import DatabaseUnavailable, StateConflict
 from queries import claims, leases, operations
-from queries.leases import Lease, Outcome
+from queries.leases import Lease, Outcome, Verdict
 from tests.support import model, rows
 from tests.support.functions import rewritten
 from tests.support.rows import RETRY
@@ -183,7 +183,7 @@ def test_a_settle_that_waits_for_a_row_has_locked_none_with_a_higher_number(
 def test_with_another_order_in_the_statement_it_would_have_locked_one(
     stage: Stage,
 ) -> None:
-    order = "ORDER BY task_id\n    ),\n    held AS ("
+    order = "ORDER BY task_id\n    ),\n    settled AS ("
     turned = order.replace("task_id", "task_id DESC")
     low, high = two_running(stage.witness)
     with rewritten(stage.witness, "settle_tasks", {order: turned}):
@@ -192,6 +192,49 @@ def test_with_another_order_in_the_statement_it_would_have_locked_one(
             stage.await_lock(pid, behind)
             assert not stage.is_free(high.task_id)
         behind.result(20)
+
+
+def meddle(conn: Connection, asked: int, renewed: int, taken: int, paid: int) -> None:
+    """What a user, the heartbeat, the reaper and a job's model calls write, in one transaction."""
+    with db.transaction(conn) as cursor:
+        cursor.execute("UPDATE tasks SET cancel_requested = true WHERE task_id = %s", (asked,))
+        cursor.execute(
+            "UPDATE tasks SET lease_expires_at = current_instant() WHERE task_id = %s", (renewed,)
+        )
+        cursor.execute(
+            "UPDATE tasks SET status = 'PENDING', reason = 'reaped', due = true,"
+            " lease_token = NULL, lease_expires_at = NULL, reclaim_count = 1 WHERE task_id = %s",
+            (taken,),
+        )
+        cursor.execute("UPDATE tasks SET prompt_tokens = 5 WHERE task_id = %s", (paid,))
+
+
+@pytest.mark.parametrize(
+    ("verdict", "ends"),
+    [("succeeded", ("SUCCEEDED", "succeeded")), ("failure", ("PENDING", "retry"))],
+)
+def test_a_settle_judges_each_of_many_rows_as_whoever_held_it_has_left_it(
+    stage: Stage, verdict: Verdict, ends: tuple[str, str]
+) -> None:
+    several = [rows.claimed(stage.witness).lease for _ in range(9)]
+    asked, renewed, taken, paid = (lease.task_id for lease in several[1::2])
+    outcomes = [
+        (lease, Outcome(verdict, result={"n": 1}, error="e", prompt_tokens=7)) for lease in several
+    ]
+    with stage.held_back(meddle, asked, renewed, taken, paid):
+        pid, behind = stage.start(leases.settle_tasks, outcomes, RETRY)
+        stage.await_lock(pid, behind)
+    told = {one.task_id: (one.status, one.reason) for one in behind.result(20)}
+    others = {lease.task_id: ends for lease in several}
+    del others[taken]
+    assert told == {**others, asked: ("CANCELLED", "cancelled")}
+    assert rows.row(stage.witness, taken)["reason"] == "reaped"
+    for lease in several:
+        seen = rows.row(stage.witness, lease.task_id)
+        is_taken, is_paid = lease.task_id == taken, lease.task_id == paid
+        assert seen["prompt_tokens"] == (0 if is_taken else 12 if is_paid else 7)
+        assert (seen["result"] is None) == (seen["status"] != "SUCCEEDED")
+    assert model.broken_promises(stage.witness, several[0].task_id - 1, RETRY) == []
 
 
 def test_two_settles_of_the_same_rows_in_opposite_order_do_not_deadlock(stage: Stage) -> None:

@@ -186,7 +186,8 @@ def test_a_cancel_that_meets_a_settle_waits_for_it_and_is_then_too_late(connect:
     worker, user, witness = connect(), connect(), connect()
     task = running(worker)
     with holding(worker, *settling(task)) as settled:
-        assert settled[0]["settled"][0]["status"] == "SUCCEEDED"
+        (told,) = map(leases.Settled, *settled[0]["settled"])
+        assert (told.task_id, told.status) == (task.task_id, "SUCCEEDED")
         cancel = Meanwhile(cancel_task, user, "default", str(task.task_id))
         eventually(lambda: someone_waits_for_a_lock(witness))
     assert isinstance(cancel.result(), StateConflict)

@@ -59,7 +59,7 @@ GUARDS = {
     "the token of a settle": (
         None,
         "settle_tasks",
-        {" AND t.lease_token = o.token": ""},
+        {"AND t.lease_token IS NOT DISTINCT FROM o.token": ""},
     ),
     "the token of a heartbeat": (
         leases,
@@ -74,7 +74,10 @@ GUARDS = {
     "the request to cancel in a settle": (
         None,
         "settle_tasks",
-        {"WHEN held.cancel_requested THEN 'cancelled'": ""},
+        {
+            "WHEN t.cancel_requested THEN 'cancelled'": "",
+            "lease_token = NULL,": "lease_token = NULL, cancel_requested = false,",
+        },
     ),
     "the fresh counters of a requeue": (operations, "REQUEUE_IF_DEAD", {"retry_count = 0,": ""}),
 }

@@ -11,7 +11,7 @@ import pytest
 
 from errors import DatabaseUnavailable
 from queries.claims import Claim
-from queries.leases import ClaimedTask, Lease, Outcome
+from queries.leases import ClaimedTask, Lease, Outcome, Settled
 from scheduler import FULL_ROUTE_POLL_SECONDS, Worker
 from tests.conftest import settings_for
 
@@ -97,7 +97,7 @@ def test_what_cannot_be_written_keeps_its_slot_and_is_tried_again(
     settler = worker._settler
     task = ClaimedTask(Lease(7, "t"), 7, "tool", {}, "none", None, 1, 1, 0)
     worker.held.add([task])
-    worker.runner._finished.put((task.lease, Outcome("succeeded", result=1)))
+    worker.runner.end(task.lease, Outcome("succeeded", result=1))
 
     def away() -> None:
         raise DatabaseUnavailable("it is away")
@@ -107,6 +107,29 @@ def test_what_cannot_be_written_keeps_its_slot_and_is_tried_again(
         assert settler._settle_safely()
         assert worker.held.leases() == [task.lease]
         assert len(settler._unsettled) == 1
+
+
+def test_of_a_batch_what_was_written_is_forgotten_what_is_held_up_stays_and_what_is_gone_is_told(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settler, done = worker._settler, Outcome("succeeded")
+    leases = [Lease(number, f"token {number}") for number in range(4)]
+    written, held_up, gone, lost_before = leases
+    worker.held.add(ClaimedTask(one, 7, "tool", {}, "none", None, 1, 1, 0) for one in leases)
+    for lease in leases:
+        worker.runner.end(lease, done)
+    worker.held.drop_lost(lost_before)  # of which the heartbeat has told already
+    settled = Settled(0, None, written.token, "SUCCEEDED", "succeeded", 1, 0, 1, 0, None, False)
+    answers = [([settled], [(held_up, done)])]
+    monkeypatch.setattr(settler, "_open", lambda: None)
+    monkeypatch.setattr("worker.settler.settle_batch", lambda *_: answers.pop())
+    told: list[Lease] = []
+    monkeypatch.setattr("worker.settler.log_lost", lambda lease, name: told.append(lease))
+    settler._settle()
+    assert told == [gone]
+    assert worker.held.leases() == [held_up]
+    assert settler._unsettled == [(held_up, done)]
+    assert not worker.held.drop_lost(held_up)  # it is still being settled
 
 
 def test_it_does_not_sleep_on_a_notification_that_came_with_an_answer(
