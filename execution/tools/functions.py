@@ -34,7 +34,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def returns_at_once(function: F) -> F:
     """Mark a tool that neither waits nor raises nor computes: a call of it needs no thread.
 
-    It has to take any arguments, by **args: Any, for to read them takes time, too.
+    It has to take any arguments, by **args: Any, for to read them takes time, too; and to change
+    nothing, for a call whose result is large is made again, in a thread.
     """
     function.returns_at_once = True  # type: ignore[attr-defined]
     return function
@@ -138,7 +139,7 @@ def _described(name: str, function: Callable[..., Any]) -> FunctionTool:
             adapters[parameter.name] = TypeAdapter(wanted)
             if parameter.default is parameter.empty:
                 required.add(parameter.name)
-    is_open = takes_anything and not adapters and context_name is None
+    needs_no_reading = takes_anything and not adapters and context_name is None
     return FunctionTool(
         name,
         function,
@@ -146,7 +147,7 @@ def _described(name: str, function: Callable[..., Any]) -> FunctionTool:
         frozenset(required),
         rest,
         context_name,
-        getattr(function, "returns_at_once", False) and is_open,
+        getattr(function, "returns_at_once", False) and needs_no_reading,
     )
 
 

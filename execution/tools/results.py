@@ -45,8 +45,8 @@ def _left_of(left: int, value: Any, levels: int) -> int:
     kind = type(value)
     left -= MOST_BYTES_OF_A_VALUE
     if kind is str:
-        is_clean = value.isascii() and "\0" not in value
-        return left - MOST_BYTES_OF_A_CHARACTER * len(value) if is_clean else -1
+        is_storable = storable(value) == value
+        return left - MOST_BYTES_OF_A_CHARACTER * len(value) if is_storable else -1
     if kind is int:
         return left if -(2**63) < value < 2**63 else -1
     if kind is dict and levels:

@@ -66,6 +66,7 @@ def test_what_is_plain_is_stored_as_it_is_and_within_the_bytes_that_were_said(
         1.5,
         "",
         'a "text" of\nlines',
+        {"Grüße": "你好 🙂"},
         [],
         {},
         {"seq": 12345, "pad": "x" * 176},
@@ -78,7 +79,7 @@ def test_ordinary_json_is_plain(value: Any) -> None:
     assert is_plain(value, PLENTY)
 
 
-LONGEST = [-sys.float_info.max, 1 - 2**63, "\x01" * 50, "", "\x01", False, [], {}, {"": {}}]
+LONGEST = [-sys.float_info.max, 1 - 2**63, "\x01" * 50, "🙂" * 50, "", "x", False, [], {}, {"": {}}]
 
 
 @pytest.mark.parametrize("value", [[one] * 40 for one in LONGEST] + [{"": one} for one in LONGEST])

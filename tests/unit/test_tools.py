@@ -34,7 +34,7 @@ TOKEN = "00000000-0000-4000-8000-000000000000"
 SAMPLES = [
     "add", "add_async", "typed", "numbers", "counted", "told", "greet", "decorated", "give", "fail",
     "fail_async", "cancel_itself", "exit_from_a_task_of_its_own", "listen", "deaf", "deaf_async",
-    "block", "leave_a_task_behind", "fail_slowly",
+    "block", "marked", "leave_a_task_behind", "fail_slowly",
 ]  # fmt: skip
 SETTINGS = settings_for(
     "postgresql://nobody@nowhere/none",
@@ -333,6 +333,7 @@ def test_a_tool_that_exits_from_a_task_of_its_own_leaves_the_worker_alive(runner
     [
         ({}, True),
         ({"seq": 1, "pad": "x" * 176, "list": [1, {"a": None}]}, True),
+        ({"Grüße": "🙂" * 1000}, True),
         ({"pad": "x" * 3000}, False),
         ({"x" * 3000: 1}, False),
         ({"list": [0] * 3000}, False),
@@ -349,6 +350,12 @@ def test_only_a_small_call_of_echo_is_made_without_a_thread(
     assert (outcome is not None) == is_quick
     assert (outcome or asyncio.run(outcome_of(task_of("echo", args), with_room))).result == args
     assert calls.run_at_once(task_of("sleep", {"seconds": 0})) is None
+
+
+def test_a_call_whose_arguments_have_to_be_read_needs_a_thread_though_it_returns_at_once() -> None:
+    assert ToolCalls(SETTINGS).run_at_once(task_of("marked", {"number": 5})) is None
+    assert call("marked", number=5) == 5
+    assert "number: " in refused("marked", number="5")
 
 
 def test_a_call_that_takes_no_time_has_ended_when_it_was_begun(
