@@ -1,15 +1,15 @@
 """Carries out claimed tasks on one event loop in a thread of its own.
 
-The worker's main thread hands tasks in (`start`), stops them (`stop`), and takes what came of
-them (`take_finished`); it never waits for a task. Only agent jobs touch the database, from their
-own threads and over connections of their own; no other task does.
+The worker's main thread hands tasks in (`start`) and stops them (`stop`), its settler takes what
+came of them (`take_finished`); neither ever waits for a task. A tool that returns at once is called
+where its task is handed in, for a turn of the loop would take longer. Only agent jobs touch the
+database, from their own threads and over connections of their own; no other task does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import queue
 import threading
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
@@ -62,7 +62,7 @@ class Runner:
         self._on_finished = on_finished
         self._on_piece = on_piece
         self._on_route = on_route
-        self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
+        self._finished: deque[Finished] = deque()
         self._to_begin: deque[tuple[ClaimedTask, str | None]] = deque()
         self._is_waking = False
         self._running: dict[Lease, asyncio.Task[None]] = {}
@@ -95,15 +95,18 @@ class Runner:
             logger.exception("The runner cannot be closed in order: %s", type(failed).__name__)
 
     def start(self, task: ClaimedTask, route: str | None) -> None:
-        """Begin `task`; its outcome will be among the finished."""
+        """Begin `task`; its outcome will be among the finished, at once if it takes no time."""
+        if task.kind == "tool" and (outcome := self._tools.run_at_once(task)) is not None:
+            self.end(task.lease, outcome)
+            return
         self._to_begin.append((task, route))
         if not self._is_waking:  # of many that are started together, the first wakes the loop
             self._is_waking = True
             self._loop.call_soon_threadsafe(self._begin_all)
 
     def end(self, lease: Lease, outcome: Outcome) -> None:
-        """Count a task that could not begin among the finished."""
-        self._finished.put((lease, outcome))
+        """Count a task among the finished."""
+        self._finished.append((lease, outcome))
         self._on_finished()
 
     def stop(self, lease: Lease) -> None:
@@ -119,11 +122,8 @@ class Runner:
         return self._jobs.leaves_behind()
 
     def take_finished(self) -> list[Finished]:
-        """What has ended since the last call."""
-        taken: list[Finished] = []
-        while not self._finished.empty():
-            taken.append(self._finished.get_nowait())
-        return taken
+        """What has ended since the last call; one thread may ask."""
+        return [self._finished.popleft() for _ in range(len(self._finished))]
 
     def _go_round(self) -> None:
         """Run the loop until it is stopped, whatever else tries to end it."""
@@ -136,16 +136,10 @@ class Runner:
         self._loop.close()
 
     def _begin_all(self) -> None:
-        """Begin what waits; what takes no time has ended then."""
         self._is_waking = False
         while self._to_begin:
             task, route = self._to_begin.popleft()
-            if task.kind == "tool" and (outcome := self._tools.run_at_once(task)) is not None:
-                self._finished.put((task.lease, outcome))
-            else:
-                self._running[task.lease] = self._loop.create_task(self._run(task, route))
-        if not self._finished.empty():
-            self._on_finished()
+            self._running[task.lease] = self._loop.create_task(self._run(task, route))
 
     def _cancel(self, lease: Lease) -> None:
         if (running := self._running.get(lease)) is not None:
@@ -167,8 +161,7 @@ class Runner:
                 outcome, max_retry=own.max_retry, max_delay_seconds=own.max_delay_seconds
             )
         self._running.pop(task.lease, None)
-        self._finished.put((task.lease, outcome))
-        self._on_finished()
+        self.end(task.lease, outcome)
 
     async def _carry_out(self, task: ClaimedTask, route: str | None) -> Outcome:
         """The handler's outcome; whatever it raises becomes one too."""

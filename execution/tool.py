@@ -12,8 +12,9 @@ from config import Settings
 from execution.errors import Failure, Permanent
 from execution.text import error_text, shortened, words_of_error
 from execution.tools.context import PermanentError, ToolContext
-from execution.tools.functions import MOST_AT_ONCE, FunctionTool, is_small
+from execution.tools.functions import MOST_BYTES_AT_ONCE, FunctionTool
 from execution.tools.registry import Registry, Tool
+from execution.tools.results import is_plain
 from execution.tools.threads import in_thread
 from queries.leases import ClaimedTask, Outcome
 from runs.templates import TemplateError, fill
@@ -28,23 +29,28 @@ class ToolCalls:
         """Raises ConfigError if `[tools]` names something that cannot be a tool."""
         self._settings = settings
         self._registry = Registry(settings)
+        self._most_bytes_at_once = min(MOST_BYTES_AT_ONCE, settings.limits.max_result_bytes)
         self._left_behind: set[asyncio.Task[Any]] = set()  # asyncio holds tasks by weak references
 
     def run_at_once(self, task: ClaimedTask) -> Outcome | None:
-        """The outcome of a call that takes no time; None: it has to be made by `run`."""
+        """The outcome of a call that takes no time; None: it has to be made by `run`.
+
+        On any thread.
+        """
         try:
-            tool = self._registry.find(str(task.payload.get("tool")))
-            args: Any = task.payload.get("args")
-            if not isinstance(tool, FunctionTool) or not isinstance(args, Mapping):
-                return None
-            if not tool.takes_no_time(args):
+            tool, args = self._registry.find(task.payload["tool"]), task.payload["args"]
+            if not isinstance(tool, FunctionTool) or not tool.returns_at_once:
                 return None
             if task.run_id is not None:
-                args = fill(args, task.outputs, MOST_AT_ONCE)
-            max_bytes = self._settings.limits.max_result_bytes
-            return Outcome("succeeded", result=tool.call_at_once(args, max_bytes))
+                if not is_plain(args, MOST_BYTES_AT_ONCE):
+                    return None
+                args = fill(args, task.outputs, MOST_BYTES_AT_ONCE)
+            result = tool.function(**args)
+            if is_plain(result, self._most_bytes_at_once):
+                return Outcome("succeeded", result=result)
         except BaseException:  # whatever is wrong, the way that all calls go will tell it
             return None
+        return None
 
     async def run(self, task: ClaimedTask) -> Outcome:
         """Call the tool of a task; raises the errors of execution/errors.py.
@@ -98,7 +104,7 @@ class ToolCalls:
     async def _filled(self, task: ClaimedTask, args: Any) -> Any:
         filling = partial(fill, args, task.outputs, self._settings.limits.max_result_bytes)
         try:
-            if is_small(args, *task.outputs.values()):
+            if is_plain([args, *task.outputs.values()], MOST_BYTES_AT_ONCE):
                 return filling()
             return await in_thread(f"arguments of task {task.task_id}", filling)
         except TemplateError as refused:

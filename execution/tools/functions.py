@@ -25,14 +25,18 @@ from execution.tools.results import storable_result
 from execution.tools.threads import OwnLoop, Thread
 
 MOST_PROBLEMS_TOLD = 5
-# Of a call on the runner's loop, where all others wait for it: what its arguments hold.
-MOST_AT_ONCE = 2000
+# Of what is done while all others wait for it: of JSON, at worst.
+MOST_BYTES_AT_ONCE = 12_000
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def returns_at_once(function: F) -> F:
-    """Mark a tool that neither waits nor raises nor computes: a call of it needs no thread."""
+    """Mark a tool that neither waits nor raises nor computes: a call of it needs no thread.
+
+    It has to take any arguments, by **args: Any, for to read them takes time, too; and to change
+    nothing, for a call whose result is large is made again, in a thread.
+    """
     function.returns_at_once = True  # type: ignore[attr-defined]
     return function
 
@@ -47,17 +51,7 @@ class FunctionTool:
     required: frozenset[str]
     rest: TypeAdapter[Any] | None  # of **rest: takes arguments of any name
     context_name: str | None
-    is_quick: bool = False  # marked by returns_at_once
-    takes_anything: bool = False  # any names with any JSON
-
-    def takes_no_time(self, args: Mapping[str, Any]) -> bool:
-        """Whether `call_at_once` may be used with these arguments."""
-        return self.is_quick and self.context_name is None and is_small(args)
-
-    def call_at_once(self, args: Mapping[str, Any], max_bytes: int) -> Any:
-        """As `call`, on the thread of whoever asks; the result has at most `max_bytes`."""
-        values = args if self.takes_anything else self._read(args, None)
-        return storable_result(self.function(**values), max_bytes)
+    returns_at_once: bool  # may be called on any thread, with whatever arguments there are
 
     async def call(self, args: Mapping[str, Any], context: ToolContext) -> Any:
         """The function's result, storable; raises what the function raises, and Permanent."""
@@ -84,7 +78,7 @@ class FunctionTool:
             result = loop.run(result)
         return storable_result(result, context.settings.limits.max_result_bytes)
 
-    def _read(self, args: Mapping[str, Any], context: ToolContext | None) -> dict[str, Any]:
+    def _read(self, args: Mapping[str, Any], context: ToolContext) -> dict[str, Any]:
         """The arguments as the function takes them, or Permanent with what is wrong with them."""
         problems = [f"{name} is missing" for name in self.required if name not in args]
         values: dict[str, Any] = {}
@@ -145,6 +139,7 @@ def _described(name: str, function: Callable[..., Any]) -> FunctionTool:
             adapters[parameter.name] = TypeAdapter(wanted)
             if parameter.default is parameter.empty:
                 required.add(parameter.name)
+    needs_no_reading = takes_anything and not adapters and context_name is None
     return FunctionTool(
         name,
         function,
@@ -152,29 +147,8 @@ def _described(name: str, function: Callable[..., Any]) -> FunctionTool:
         frozenset(required),
         rest,
         context_name,
-        getattr(function, "returns_at_once", False),
-        takes_anything and not adapters,
+        getattr(function, "returns_at_once", False) and needs_no_reading,
     )
-
-
-def is_small(*values: Any) -> bool:
-    """Whether these JSON values hold no more than some characters and values, all in all."""
-    left = MOST_AT_ONCE
-    todo: list[Any] = [*values]
-    while todo and left > 0:
-        here = todo.pop()
-        left -= 1
-        if isinstance(here, str):
-            left -= len(here)
-        elif isinstance(here, dict):
-            left -= len(here)
-            if left > 0:
-                todo += here.keys()
-                todo += here.values()
-        elif isinstance(here, list):
-            left -= len(here)
-            todo += here if left > 0 else ()
-    return left > 0
 
 
 def _in_plain_words(name: str, refused: ValidationError | RecursionError) -> list[str]:

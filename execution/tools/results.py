@@ -12,6 +12,10 @@ from execution.text import storable
 DEEPEST = 100
 LONGEST_NUMBER_BITS = 10_000  # some 3,000 digits; Python reads back no more than 4,300
 
+# As JSON: the longest character, and the longest of a plain value's other bytes, with its commas.
+MOST_BYTES_OF_A_CHARACTER = 6
+MOST_BYTES_OF_A_VALUE = 32
+
 _shortest_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -25,6 +29,42 @@ def storable_result(value: Any, max_bytes: int) -> Any:
     if len(_shortest_json(copy).encode()) > max_bytes:
         raise _too_large(max_bytes)
     return copy
+
+
+def is_plain(value: Any, most_bytes: int) -> bool:
+    """Whether a value is JSON that Postgres holds as it stands, in at most so many bytes.
+
+    A glance, which ends when the bytes are used up: of what it refuses, `storable_result` may make
+    something, or may find it shorter.
+    """
+    return _left_of(most_bytes, value, DEEPEST) >= 0
+
+
+def _left_of(left: int, value: Any, levels: int) -> int:
+    """What is left of so many bytes after a value, at worst; below 0 also if it is not plain."""
+    kind = type(value)
+    left -= MOST_BYTES_OF_A_VALUE
+    if kind is str:
+        is_storable = storable(value) == value
+        return left - MOST_BYTES_OF_A_CHARACTER * len(value) if is_storable else -1
+    if kind is int:
+        return left if -(2**63) < value < 2**63 else -1
+    if kind is dict and levels:
+        for key, member in value.items():
+            left = _left_of(left, key, 0) if type(key) is str else -1
+            left = _left_of(left, member, levels - 1)
+            if left < 0:
+                break
+        return left
+    if kind is list and levels:
+        for member in value:
+            left = _left_of(left, member, levels - 1)
+            if left < 0:
+                break
+        return left
+    if kind is float:
+        return left if math.isfinite(value) else -1
+    return left if value is None or kind is bool else -1
 
 
 class _Copy:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import BaseModel, Field
 
 from execution.tools import PermanentError, ToolContext
+from execution.tools.functions import returns_at_once
 
 RELEASED = threading.Event()  # lets `deaf` go
 
@@ -54,6 +55,11 @@ def told(word: str, call: ToolContext | None = None) -> dict[str, Any]:
 
 def counted(call: ToolContext, **numbers: int) -> list[int]:
     return [call.attempt, *numbers.values()]
+
+
+@returns_at_once
+def marked(number: int) -> int:
+    return number
 
 
 class Greeter:

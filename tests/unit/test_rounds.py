@@ -14,6 +14,7 @@ from queries.claims import Claim
 from queries.leases import ClaimedTask, Lease, Outcome, Settled
 from scheduler import FULL_ROUTE_POLL_SECONDS, Worker
 from tests.conftest import settings_for
+from tests.support.processes import eventually
 
 MOST_CLAIMS = 100
 
@@ -130,6 +131,26 @@ def test_of_a_batch_what_was_written_is_forgotten_what_is_held_up_stays_and_what
     assert worker.held.leases() == [held_up]
     assert settler._unsettled == [(held_up, done)]
     assert not worker.held.drop_lost(held_up)  # it is still being settled
+
+
+def test_what_ends_while_the_settler_writes_is_written_next(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settler, rounds = worker._settler, list[int]()
+
+    def settle() -> None:
+        rounds.append(len(rounds))
+        if len(rounds) < 3:
+            settler.ring()
+            settler.ring()  # of many only one is needed
+
+    monkeypatch.setattr(settler, "_settle", settle)
+    settler.start()
+    settler.ring()
+    try:
+        eventually(lambda: rounds == [0, 1, 2])
+    finally:
+        settler.end()
 
 
 def test_it_does_not_sleep_on_a_notification_that_came_with_an_answer(

@@ -122,6 +122,29 @@ def test_a_loop_that_does_not_answer_is_left_behind_and_ends_when_it_does(
     released.set()
 
 
+def test_no_outcome_is_lost_or_taken_twice_while_others_are_added(runner: Runner) -> None:
+    each, outcome = 5000, Outcome("succeeded")
+
+    def add(first: int) -> None:
+        for number in range(first, first + each):
+            runner.end(Lease(number, "t"), outcome)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        adding = [threading.Thread(target=add, args=[n * each]) for n in range(4)]
+        for one in adding:
+            one.start()
+        taken: list[Finished] = []
+        while any(one.is_alive() for one in adding):
+            taken += runner.take_finished()
+        taken += runner.take_finished()
+    finally:
+        sys.setswitchinterval(before)
+        runner.close()
+    assert sorted(lease.task_id for lease, _ in taken) == list(range(4 * each))
+
+
 def test_what_tries_to_end_the_loop_s_thread_does_not(
     runner: Runner, caplog: pytest.LogCaptureFixture
 ) -> None:

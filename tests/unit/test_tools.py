@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import logging
 import subprocess
 import sys
@@ -33,7 +34,7 @@ TOKEN = "00000000-0000-4000-8000-000000000000"
 SAMPLES = [
     "add", "add_async", "typed", "numbers", "counted", "told", "greet", "decorated", "give", "fail",
     "fail_async", "cancel_itself", "exit_from_a_task_of_its_own", "listen", "deaf", "deaf_async",
-    "block", "leave_a_task_behind", "fail_slowly",
+    "block", "marked", "leave_a_task_behind", "fail_slowly",
 ]  # fmt: skip
 SETTINGS = settings_for(
     "postgresql://nobody@nowhere/none",
@@ -332,6 +333,7 @@ def test_a_tool_that_exits_from_a_task_of_its_own_leaves_the_worker_alive(runner
     [
         ({}, True),
         ({"seq": 1, "pad": "x" * 176, "list": [1, {"a": None}]}, True),
+        ({"Grüße": "🙂" * 1000}, True),
         ({"pad": "x" * 3000}, False),
         ({"x" * 3000: 1}, False),
         ({"list": [0] * 3000}, False),
@@ -342,9 +344,63 @@ def test_a_tool_that_exits_from_a_task_of_its_own_leaves_the_worker_alive(runner
 def test_only_a_small_call_of_echo_is_made_without_a_thread(
     args: dict[str, Any], is_quick: bool
 ) -> None:
-    echo = load_function("echo", "execution.tools.builtin:echo")
-    assert echo.takes_no_time(args) == is_quick
-    assert not load_function("sleep", "execution.tools.builtin:sleep").takes_no_time(args)
+    with_room = settings_for("postgresql://nobody@nowhere/none")
+    calls = ToolCalls(with_room)
+    outcome = calls.run_at_once(task_of("echo", args))
+    assert (outcome is not None) == is_quick
+    assert (outcome or asyncio.run(outcome_of(task_of("echo", args), with_room))).result == args
+    assert calls.run_at_once(task_of("sleep", {"seconds": 0})) is None
+
+
+def test_a_call_whose_arguments_have_to_be_read_needs_a_thread_though_it_returns_at_once() -> None:
+    assert ToolCalls(SETTINGS).run_at_once(task_of("marked", {"number": 5})) is None
+    assert call("marked", number=5) == 5
+    assert "number: " in refused("marked", number="5")
+
+
+def test_a_call_that_takes_no_time_has_ended_when_it_was_begun(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rings: list[str] = []
+    monkeypatch.setattr(runner, "_on_finished", lambda: rings.append("rung"))
+    runner._loop.call_soon_threadsafe(sample_tools.RELEASED.wait)  # nothing can begin there
+    runner.start(task_of("echo", {"a": 1}), None)
+    runner.start(step_of("echo", {"a": "{{ n.output }}"}, {Reference("n"): 40}), None)
+    assert [outcome.result for _, outcome in runner.take_finished()] == [{"a": 1}, {"a": 40}]
+    assert rings == ["rung", "rung"]
+    assert runner.take_finished() == []
+
+
+@pytest.mark.parametrize("text", ["x", "\u20ac", "\n"])
+def test_the_limit_of_a_result_is_exact_however_the_call_is_made(runner: Runner, text: str) -> None:
+    """JSON of 1000 bytes passes, of 1001 not, whether a glance is enough or all is counted."""
+    for args in ({"a": ""}, {"a": [], "b": {}}):
+        room = 1000 - len(json.dumps({**args, "text": ""}, separators=(",", ":")))
+        size = len(json.dumps(text, ensure_ascii=False).encode()) - 2
+        longest = {**args, "text": text * (room // size) + "x" * (room % size)}
+        runner.start(task_of("echo", longest), None)
+        assert finished(runner)[1].result == longest
+        longest["text"] += "x"
+        runner.start(task_of("echo", longest), None)
+        outcome = finished(runner)[1]
+        assert (outcome.verdict, "larger" in (outcome.error or "")) == ("permanent", True)
+
+
+def test_large_arguments_are_filled_in_by_nobody_that_others_wait_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[Any] = []
+    monkeypatch.setattr("execution.tool.fill", lambda args, *_: begun.append(args) or args)
+    calls = ToolCalls(SETTINGS)
+    for pad, times in (("x", 1), ("x" * 3000, 0)):
+        begun.clear()
+        calls.run_at_once(step_of("echo", {"a": "{{ n.output }}", "pad": pad}, {}))
+        assert len(begun) == times
+
+
+def test_what_was_filled_in_is_made_storable_for_the_quickest_call_too(runner: Runner) -> None:
+    runner.start(step_of("echo", {"a": "{{ n.output }}"}, {Reference("n"): "a\0b"}), None)
+    assert finished(runner)[1].result == {"a": "a\ufffdb"}
 
 
 def test_what_a_tool_leaves_on_its_loop_is_ended_after_it(runner: Runner) -> None:
