@@ -1563,8 +1563,9 @@ END $$;
 
 
 -- RUNNING -> PENDING (reaped), FAILED (max_delivery) or CANCELLED, where the lease has run out: up to
--- `at_most` tasks of higher numbers than `after_task`, lowest first, or `only_task`. Tells what became
--- of which as settle_tasks does. The reaper waits for nobody: a step whose run somebody holds has to wait for the next round.
+-- `at_most` tasks of higher numbers than `after_task`, lowest first, or `only_task`. It tells what became
+-- of which as settle_tasks does, and waits for nobody: a step whose run somebody holds has to wait for the
+-- next round.
 --
 -- Of tasks that went down with one process, one may be poison. They come back spread over a few
 -- seconds, and a task with one try left gets it alone, in a process of its own: so poison takes no
