@@ -363,6 +363,7 @@ END $$;
 
 -- The end of every claim: PENDING -> RUNNING (claimed), with a fresh token. A token is 74 random bits of
 -- its claim and the task's number: to draw one for each task would be a seventh of the claim's time.
+-- Tells of the tasks, the first to begin first, by one list for each column; NULL: there are none.
 CREATE FUNCTION lease_tasks(chosen bigint[], by_worker text, lease_seconds double precision)
 RETURNS json LANGUAGE plpgsql AS $$
 DECLARE
@@ -378,11 +379,17 @@ BEGIN
             worker = by_worker, started_at = current_instant(), updated_at = current_instant(),
             attempt = attempt + 1, delivery_count = delivery_count + 1
         WHERE t.task_id = ANY(chosen) AND t.status = 'PENDING' AND t.due
-        RETURNING t.task_id, t.parent_id AS run_id, t.step, t.lease_token::text, t.priority,
-                  t.tenant, t.kind, t.payload, t.gate, t.requested_route, t.timeout_seconds,
-                  t.attempt, t.delivery_count, t.retry_count
+        RETURNING t.task_id, t.lease_token, t.parent_id, t.kind, t.payload, t.requested_route,
+                  t.timeout_seconds, t.attempt, t.delivery_count, t.retry_count, t.tenant, t.step,
+                  t.gate, t.priority
     )
-    SELECT json_agg(claimed ORDER BY priority DESC, task_id) INTO leased FROM claimed;
+    SELECT CASE WHEN count(*) > 0 THEN json_build_array(
+               json_agg(task_id), json_agg(lease_token), json_agg(parent_id), json_agg(kind),
+               json_agg(payload), json_agg(requested_route), json_agg(timeout_seconds),
+               json_agg(attempt), json_agg(delivery_count), json_agg(retry_count),
+               json_agg(tenant), json_agg(step), json_agg(gate)) END
+    INTO leased
+    FROM (SELECT * FROM claimed ORDER BY priority DESC, task_id) AS claimed;
     RETURN leased;
 END $$;
 

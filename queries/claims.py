@@ -13,7 +13,7 @@ import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from connection import Connection, Cursor, Row, fetch, transaction
 from errors import DatabaseUnavailable
@@ -207,21 +207,18 @@ def _routes_of(claim: Claim) -> Row | None:
 
 
 def _claimed_tasks(row: Row) -> list[ClaimedTask]:
-    return [_claimed(task) for task in row["tasks"] or []]
+    """One list for each column became one task for each row."""
+    return [_claimed(*task) for task in zip(*row["tasks"] or [], strict=True)]
 
 
-def _claimed(row: Row) -> ClaimedTask:
+def _claimed(
+    task_id: int, token: str, run_id: int | None, kind: str, payload: Any, *others: Any
+) -> ClaimedTask:
+    """The others are as ClaimedTask has them."""
     return ClaimedTask(
-        lease=Lease(row["task_id"], row["lease_token"], row["run_id"]),
-        root_id=row["run_id"] or row["task_id"],
-        tenant=row["tenant"],
-        step=row["step"],
-        gate=row["gate"],
-        kind=row["kind"],
-        payload=row["payload"] if isinstance(row["payload"], dict) else {},
-        requested_route=row["requested_route"],
-        timeout_seconds=row["timeout_seconds"],
-        attempt=row["attempt"],
-        delivery_count=row["delivery_count"],
-        retry_count=row["retry_count"],
+        Lease(task_id, token, run_id),
+        run_id or task_id,
+        kind,
+        payload if isinstance(payload, dict) else {},
+        *others,
     )
