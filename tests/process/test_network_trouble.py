@@ -106,7 +106,7 @@ def test_an_outcome_that_was_stored_while_its_reply_was_lost_is_not_stored_again
     queue.check()
 
 
-# A claim's COMMIT waits for whoever holds the lock.
+# The end of a claim's transaction waits for whoever holds the lock.
 HOLD_COMMITS = """
 CREATE FUNCTION hold_commit() RETURNS trigger LANGUAGE plpgsql AS
 $$ BEGIN PERFORM pg_advisory_xact_lock(42); RETURN NULL; END $$;
@@ -115,7 +115,7 @@ CREATE CONSTRAINT TRIGGER hold_commit AFTER UPDATE ON tasks DEFERRABLE INITIALLY
 SELECT 1
 """
 HELD_COMMITS = """
-SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query = 'COMMIT'
+SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE '%%claim_tasks(%%'
 """
 
 
