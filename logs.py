@@ -54,13 +54,16 @@ def say_all(logger: logging.Logger, level: int, lines: Sequence[str]) -> None:
 
 
 class WholeLines(logging.StreamHandler[TextIO]):
-    """Writes as many lines at once as a pipe takes whole: those of several processes stay apart."""
+    """Writes as many lines at once as a pipe takes whole: no other process's line is within one,
+    unless one alone is longer than that."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             for part in _parts(self.format(record) + self.terminator):
                 self.stream.write(part)
                 self.flush()
+        except RecursionError:  # as its parent does: to tell of it would end in another
+            raise
         except Exception:
             self.handleError(record)
 

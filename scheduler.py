@@ -227,9 +227,10 @@ class Worker:
         self._wants_slots = True
         while (free := self.concurrency - len(self.held)) > 0 and not self.stop_signals:
             claim = self._claim(conn, min(free, LARGEST_CLAIM))
+            log_claimed(claim.tasks, self.name)
             for task, route in claim.tasks:
                 self._start(conn, task, route)
-            log_claimed(claim.tasks, self.name)
+            claims.note_routes(conn, claim)
             if (next_due := claim.next_due_seconds) is not None:
                 # What is overdue still is a row that somebody holds: no reason to hurry.
                 pause = next_due if next_due > 0 else OVERDUE_SECONDS
@@ -360,13 +361,11 @@ class Worker:
         """Whether nothing is left to do; for a suspect's process, nothing that it may do."""
         try:
             if self.alone:
-                return not len(self.held) and self._has_idled()
+                idle_seconds = time.monotonic() - self._last_start
+                return not len(self.held) and idle_seconds > SUSPECT_IDLE_SECONDS
             return not len(self.held) and not leases.has_work(self._link.open())
         except (DatabaseUnavailable, psycopg2.Error):
             return False
-
-    def _has_idled(self) -> bool:
-        return time.monotonic() - self._last_start > SUSPECT_IDLE_SECONDS
 
     # --- the database ------------------------------------------------------------------------
 

@@ -393,16 +393,90 @@ BEGIN
     RETURN leased;
 END $$;
 
--- Leases up to `slots` due tasks. If no more are due, it takes them all. Else it is fair between
--- tenants: each of those that have something due gives an equal share of the batch, and the round starts
--- after the tenant that was last served. Of each kind of route no more is taken than its budget allows
--- (one that is not named has no limit).
+-- Which tasks a claim takes where it cannot take all; they are locked. Fair between tenants: each of those
+-- that have something due gives an equal share of the batch, and the round starts after the tenant that
+-- was last served. Of each kind of route no more is taken than its budget allows (one that is not named
+-- has no limit).
 --
 -- What was claimed leaves dead entries at the front of the index until they are vacuumed away, and an
 -- old snapshot keeps them all: to pass them again and again costs more than all the rest. So a claim
 -- can begin at `from_task`, the lowest number that the one before took. It looks at lower ones as
 -- well if these do not fill its slots, or are not all of the usual priority: then others, older ones
 -- that the one before had no slot for, would be passed over.
+CREATE FUNCTION choose_by_shares(
+    slots        integer,
+    routes       text[],
+    wanted       jsonb,
+    budgets      jsonb,
+    after_tenant text,
+    from_task    bigint,
+    OUT chosen      bigint[],
+    OUT is_auto     boolean,               -- one of them asks for no route
+    OUT last_tenant text,                  -- to which the round came; NULL: nothing is due
+    OUT is_any_left boolean,               -- NULL: it is to be asked
+    OUT next_from   bigint
+) LANGUAGE plpgsql AS $$
+DECLARE
+    tenants text[];
+    share   bigint;
+BEGIN
+    LOOP
+        tenants := ARRAY(
+            SELECT tenant FROM due_tenants(routes, after_tenant, slots, from_task) ORDER BY place);
+        last_tenant := tenants[cardinality(tenants)];
+        is_any_left := false;
+        IF last_tenant IS NOT NULL THEN
+            share := ceil(slots / cardinality(tenants)::numeric);
+            WITH asked AS (
+                SELECT * FROM jsonb_to_recordset(wanted) AS w(
+                    requested_route text, budget text, min_chars integer, max_chars integer)
+            ),
+            locked AS (
+                SELECT visited.place, asked.budget, candidate.*
+                FROM unnest(tenants) WITH ORDINALITY AS visited(tenant, place) CROSS JOIN asked
+                CROSS JOIN LATERAL (
+                    SELECT t.task_id, t.priority, t.requested_route FROM tasks t
+                    WHERE t.due AND NOT t.alone
+                      AND t.requested_route = asked.requested_route AND t.tenant = visited.tenant
+                      AND t.task_id >= from_task
+                      AND (asked.min_chars IS NULL OR prompt_length(t.payload) >= asked.min_chars)
+                      AND (asked.max_chars IS NULL OR prompt_length(t.payload) <= asked.max_chars)
+                    ORDER BY t.priority DESC, t.task_id
+                    LIMIT share
+                    FOR NO KEY UPDATE SKIP LOCKED) AS candidate
+            ),
+            ranked AS (
+                SELECT task_id, budget, place, priority, requested_route,
+                       row_number() OVER (
+                           PARTITION BY place ORDER BY priority DESC, task_id) AS place_in_tenant,
+                       row_number() OVER (
+                           PARTITION BY budget ORDER BY priority DESC, task_id) AS place_in_budget
+                FROM locked
+            ),
+            taken AS (
+                SELECT task_id, priority, requested_route FROM ranked
+                WHERE place_in_tenant <= share
+                  AND place_in_budget <= coalesce((budgets ->> budget)::bigint, slots)
+                ORDER BY place_in_tenant, place
+                LIMIT slots
+            )
+            SELECT array_agg(task_id), bool_or(requested_route = 'auto'),
+                   nullif((
+                       SELECT max(place_in_tenant) >= share
+                              OR count(*) > (SELECT count(*) FROM taken)
+                       FROM ranked), false),
+                   CASE WHEN count(*) = slots AND bool_and(priority = 0)
+                        AND cardinality(tenants) < slots AND budgets = '{}' THEN min(task_id) END
+            INTO chosen, is_auto, is_any_left, next_from
+            FROM taken;
+        END IF;
+        EXIT WHEN from_task = 0 OR next_from IS NOT NULL;
+        from_task := 0;
+    END LOOP;
+END $$;
+
+-- Leases up to `slots` due tasks: all, if no more are due (and if more come while it looks, whichever come
+-- first in the index), and else by shares.
 CREATE FUNCTION claim_tasks(
     by_worker     text,
     slots         integer,
@@ -424,12 +498,9 @@ SET plan_cache_mode = force_generic_plan SET enable_seqscan = off AS $$
 DECLARE
     routes CONSTANT text[] := ARRAY(
         SELECT asked ->> 'requested_route' FROM jsonb_array_elements(wanted) AS asked);
-    tenants text[];
-    share   bigint;
     waiting bigint;  -- NULL: not counted
     chosen  bigint[];
     is_auto boolean;
-    takes_all boolean;
 BEGIN
     FOR look IN 1..2 LOOP
         SELECT CASE WHEN from_task = 0 AND budgets = '{}' THEN (
@@ -448,16 +519,13 @@ BEGIN
                 WHERE t.status = 'PENDING' AND NOT t.due
                 ORDER BY t.available_at LIMIT 1)
         INTO waiting, has_suspect, next_due_seconds;
-        EXIT WHEN (next_due_seconds > 0) IS NOT FALSE;
+        EXIT WHEN look = 2 OR coalesce(next_due_seconds > 0, true);
         PERFORM mark_due();
     END LOOP;
-    is_any_left := false;
-    IF waiting = 0 THEN
-        RETURN;
-    END IF;
 
-    takes_all := coalesce(waiting <= slots, false);
-    IF takes_all THEN
+    IF waiting = 0 THEN
+        is_any_left := false;
+    ELSIF waiting <= slots THEN
         last_tenant := after_tenant;
         SELECT array_agg(task_id), bool_or(requested_route = 'auto') INTO chosen, is_auto
         FROM (
@@ -468,64 +536,18 @@ BEGIN
                 ORDER BY t.tenant, t.priority DESC, t.task_id
                 FOR NO KEY UPDATE SKIP LOCKED) AS of_route
             LIMIT slots) AS free;
-        is_any_left := waiting > coalesce(cardinality(chosen), 0);
+        -- Others may have come since they were counted: if all slots are taken, that is asked below.
+        is_any_left := CASE
+            WHEN waiting > coalesce(cardinality(chosen), 0) THEN true
+            WHEN cardinality(chosen) < slots THEN false END;
     ELSE
-        LOOP
-            tenants := ARRAY(
-                SELECT tenant FROM due_tenants(routes, after_tenant, slots, from_task) ORDER BY place);
-            last_tenant := tenants[cardinality(tenants)];
-            is_any_left := false;
-            IF last_tenant IS NOT NULL THEN
-                share := ceil(slots / cardinality(tenants)::numeric);
-                WITH asked AS (
-                    SELECT * FROM jsonb_to_recordset(wanted) AS w(
-                        requested_route text, budget text, min_chars integer, max_chars integer)
-                ),
-                locked AS (
-                    SELECT visited.place, asked.budget, candidate.*
-                    FROM unnest(tenants) WITH ORDINALITY AS visited(tenant, place) CROSS JOIN asked
-                    CROSS JOIN LATERAL (
-                        SELECT t.task_id, t.priority, t.requested_route FROM tasks t
-                        WHERE t.due AND NOT t.alone
-                          AND t.requested_route = asked.requested_route AND t.tenant = visited.tenant
-                          AND t.task_id >= from_task
-                          AND (asked.min_chars IS NULL OR prompt_length(t.payload) >= asked.min_chars)
-                          AND (asked.max_chars IS NULL OR prompt_length(t.payload) <= asked.max_chars)
-                        ORDER BY t.priority DESC, t.task_id
-                        LIMIT share
-                        FOR NO KEY UPDATE SKIP LOCKED) AS candidate
-                ),
-                ranked AS (
-                    SELECT task_id, budget, place, priority, requested_route,
-                           row_number() OVER (
-                               PARTITION BY place ORDER BY priority DESC, task_id) AS place_in_tenant,
-                           row_number() OVER (
-                               PARTITION BY budget ORDER BY priority DESC, task_id) AS place_in_budget
-                    FROM locked
-                ),
-                taken AS (
-                    SELECT task_id, priority, requested_route FROM ranked
-                    WHERE place_in_tenant <= share
-                      AND place_in_budget <= coalesce((budgets ->> budget)::bigint, slots)
-                    ORDER BY place_in_tenant, place
-                    LIMIT slots
-                )
-                SELECT array_agg(task_id), bool_or(requested_route = 'auto'),
-                       (SELECT max(place_in_tenant) >= share OR count(*) > (SELECT count(*) FROM taken)
-                        FROM ranked),
-                       CASE WHEN count(*) = slots AND bool_and(priority = 0)
-                            AND cardinality(tenants) < slots AND budgets = '{}' THEN min(task_id) END
-                INTO chosen, is_auto, is_any_left, next_from
-                FROM taken;
-            END IF;
-            EXIT WHEN from_task = 0 OR next_from IS NOT NULL;
-            from_task := 0;
-        END LOOP;
+        SELECT shares.* INTO chosen, is_auto, last_tenant, is_any_left, next_from
+        FROM choose_by_shares(slots, routes, wanted, budgets, after_tenant, from_task) AS shares;
     END IF;
     IF chosen IS NOT NULL THEN
         tasks := lease_tasks(chosen, by_worker, lease_seconds);
     END IF;
-    IF NOT takes_all AND last_tenant IS NOT NULL AND is_any_left IS NOT TRUE THEN
+    IF is_any_left IS NULL THEN
         -- What somebody else holds may be left by him.
         is_any_left := EXISTS (
             SELECT FROM unnest(routes) AS asked(route) CROSS JOIN LATERAL (

@@ -8,6 +8,7 @@ server that is not there.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import Any
 from config import Routing
 from queries.claims import Look, Wanted
 from queries.leases import ClaimedTask
+
+logger = logging.getLogger(__name__)
 
 ROUTES = ("local", "cloud")
 FIRST_PAUSE_SECONDS = 1.0
@@ -153,15 +156,21 @@ class Routes:
     def _choose(self, task: ClaimedTask, depth: int) -> str | None:
         if task.requested_route == "none":
             return None
-        route = task.requested_route
-        if route == "auto":
-            metrics = {"by_status": {"PENDING": depth}}
-            text = task.payload.get("prompt") or task.payload.get("task")
-            route = self._decide({"prompt": text}, metrics, self._routing)
-        target = self._open_target(route, self._left)
+        try:
+            target = self._open_target(self._route_of(task, depth), self._left)
+        except Exception:  # decide_route may be a user's: this task is handed back, and no other
+            logger.exception("No route can be decided for task %s", task.task_id)
+            return None
         if target is not None and (left := self._left[target]) is not None:
             self._left[target] = left - 1
         return target
+
+    def _route_of(self, task: ClaimedTask, depth: int) -> str:
+        if task.requested_route != "auto":
+            return task.requested_route
+        metrics = {"by_status": {"PENDING": depth}}
+        text = task.payload.get("prompt") or task.payload.get("task")
+        return self._decide({"prompt": text}, metrics, self._routing)
 
 
 def _other(name: str) -> str:

@@ -48,7 +48,7 @@ class ToolCalls:
             result = tool.function(**args)
             if is_plain(result, self._most_bytes_at_once):
                 return Outcome("succeeded", result=result)
-        except BaseException:  # whatever is wrong, the way that all calls go will tell it
+        except Exception:  # whatever is wrong, the way that all calls go will tell it
             return None
         return None
 

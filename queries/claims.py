@@ -1,7 +1,8 @@
 """The claim: which due tasks a worker takes, and where it sends them.
 
 One statement leases the rows that the worker's policy can run now. Where that depends on how many
-are due, or on the calls in flight, one transaction asks for these first, and notes the routes last.
+are due, or on the calls in flight, one transaction asks for these first, and notes the routes last;
+else they are noted when the tasks have begun.
 The statements are functions of schema.sql, where Postgres keeps their plans. Workers do not wait
 for each other, unless calls in flight are limited: rows that somebody holds are skipped, and the
 state predicate is inside the locking SELECT.
@@ -9,14 +10,12 @@ state predicate is inside the locking SELECT.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from connection import Connection, Cursor, Row, fetch, transaction
-from errors import DatabaseUnavailable
 from queries.leases import ClaimedTask, Lease
 
 
@@ -70,6 +69,7 @@ class Claim:
     has_suspect: bool = False  # a task can have its last try now, alone
     last_tenant: str | None = None  # to which the round came; None: nothing is due
     next_from: int | None = None  # where a claim soon after this one may begin
+    are_routes_noted: bool = True  # or that is left to note_routes
 
 
 CLAIM_TASKS = """
@@ -83,13 +83,25 @@ CLAIM_SUSPECT = "SELECT claim_suspect(%(worker)s, %(lease_seconds)s, %(wanted)s)
 TAKE_TURN = "SELECT pg_advisory_xact_lock(hashtext('orchestrator claim'));"
 LOOK = "SELECT * FROM look_at_queue(%(depth_limit)s, %(count_in_flight)s)"
 
-# The route was decided for tasks claimed a moment ago. The state is asked
+# The route was decided for tasks claimed a moment ago. A row that somebody holds meanwhile is left
+# out, as by the heartbeat: nobody decides by it, and most settles say it again. The state is asked
 # so that no index is used for it: the planner takes it that next to nothing runs, and would read
 # in tasks_to_list, which is of few tenants, all that does, or did since it was vacuumed.
 SET_ROUTES = """
-UPDATE tasks t SET route = chosen.route
-FROM jsonb_to_recordset(%(routes)s::jsonb) AS chosen(task_id bigint, token uuid, route text)
-WHERE t.task_id = chosen.task_id AND t.lease_token = chosen.token
+WITH chosen AS (
+    SELECT * FROM jsonb_to_recordset(%(routes)s::jsonb)
+        AS chosen(task_id bigint, token uuid, route text)
+),
+free AS (
+    SELECT t.task_id, t.lease_token, chosen.route
+    FROM tasks t JOIN chosen ON t.task_id = chosen.task_id AND t.lease_token = chosen.token
+    WHERE (t.status = 'RUNNING') IS TRUE
+    ORDER BY t.task_id
+    FOR NO KEY UPDATE OF t SKIP LOCKED
+)
+UPDATE tasks t SET route = free.route
+FROM free
+WHERE t.task_id = free.task_id AND t.lease_token = free.lease_token
   AND (t.status = 'RUNNING') IS TRUE
 """
 
@@ -103,7 +115,7 @@ def claim_tasks(
     after_tenant: str = "",
     from_task: int = 0,
 ) -> Claim:
-    """Lease up to `slots` due tasks that `policy` wants now, and note the route of each.
+    """Lease up to `slots` due tasks that `policy` wants now; for their routes see note_routes.
 
     `after_tenant` is the last tenant of the claim before, `from_task` where that one said that this
     may begin: see worker/place.py.
@@ -132,16 +144,18 @@ def claim_tasks(
 def _claim_at_any_depth(
     conn: Connection, policy: ClaimPolicy, wanted: Sequence[Wanted], values: Row
 ) -> Claim:
-    """In one message. No claim counts calls in flight, so routes may be noted a moment later."""
+    """In one message. Nobody counts calls in flight, so routes can be noted when all has begun."""
     values |= {"wanted": _as_json(wanted), "budgets": "{}"}
     values["depth_limit"] = policy.depth_that_matters + 1
     (row,) = fetch(conn, CLAIM_TASKS, values)
     claim = _claim(row, _claimed_tasks(row), policy, row["depth"] or 0)
-    if routes := _routes_of(claim):
-        # The tasks are ours whatever becomes of this, and their settle says the route again.
-        with contextlib.suppress(DatabaseUnavailable):
-            fetch(conn, SET_ROUTES, routes)
-    return claim
+    return replace(claim, are_routes_noted=_routes_of(claim) is None)
+
+
+def note_routes(conn: Connection, claim: Claim) -> None:
+    """Write where the tasks of this claim went, if that is not done yet."""
+    if not claim.are_routes_noted and (routes := _routes_of(claim)):
+        fetch(conn, SET_ROUTES, routes)
 
 
 def claim_alone(conn: Connection, worker: str, lease_seconds: float, policy: ClaimPolicy) -> Claim:

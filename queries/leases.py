@@ -4,8 +4,8 @@ Every write after a claim says `task_id, lease_token, status = 'RUNNING'`, so th
 lease was taken over changes nothing. Each public function is one transaction.
 
 Lock order: the rows of runs whose steps are in the batch, then the tasks, each in ascending
-task_id; claim, heartbeat and reaper take only rows that nobody holds (SKIP LOCKED), so only a
-settle ever waits.
+task_id; claim, heartbeat and reaper, and who notes routes, take only rows that nobody holds (SKIP
+LOCKED), so only a settle ever waits.
 """
 
 from __future__ import annotations

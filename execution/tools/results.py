@@ -32,7 +32,7 @@ def storable_result(value: Any, max_bytes: int) -> Any:
 
 
 def is_plain(value: Any, most_bytes: int) -> bool:
-    """Whether a value is JSON that Postgres holds as it stands, in at most so many bytes.
+    """Whether a value is JSON that Postgres can hold as it stands, at most so many bytes in Python.
 
     A glance, which ends when the bytes are used up: of what it refuses, `storable_result` may make
     something, or may find it shorter.
@@ -45,8 +45,8 @@ def _left_of(left: int, value: Any, levels: int) -> int:
     kind = type(value)
     left -= MOST_BYTES_OF_A_VALUE
     if kind is str:
-        is_storable = storable(value) == value
-        return left - MOST_BYTES_OF_A_CHARACTER * len(value) if is_storable else -1
+        left -= MOST_BYTES_OF_A_CHARACTER * len(value)
+        return left if left >= 0 and storable(value) == value else -1
     if kind is int:
         return left if -(2**63) < value < 2**63 else -1
     if kind is dict and levels:

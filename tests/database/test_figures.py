@@ -307,7 +307,7 @@ def version_4(server_url: str) -> Iterator[Connection]:
 
 OF_CLAIMS = (
     *("claim_tasks", "claim_suspect", "look_at_queue", "due_tenants"),
-    *("lease_tasks", "mark_due", "count_due", "is_wanted"),
+    *("choose_by_shares", "lease_tasks", "mark_due", "count_due", "is_wanted"),
 )
 
 

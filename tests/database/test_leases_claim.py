@@ -12,9 +12,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 import db
-from connection import Row
 from db import Connection
-from errors import DatabaseUnavailable
 from queries import claims
 from queries.claims import Wanted
 from tests.support import rows
@@ -213,22 +211,36 @@ def test_a_task_that_has_just_become_due_is_claimed_with_the_others(conn: Connec
     assert (numbers(found), found.next_due_seconds) == ([later, now], None)
 
 
-def test_a_claim_whose_routes_cannot_be_noted_is_a_claim_all_the_same(
-    conn: Connection, monkeypatch: pytest.MonkeyPatch
+def test_one_page_of_overdue_tasks_becomes_due_at_a_claim_and_one_at_a_look(
+    conn: Connection,
 ) -> None:
-    """The tasks are leased, and would wait for the reaper if nobody began them."""
-    monkeypatch.setattr(rows.Everything, "looks_first", False)
-    task = submit(conn)
-    fetch = claims.fetch
+    pages = 2 if rows.Everything.looks_first else 1
+    set_clock(conn, BASE.isoformat())
+    for _ in range(5):
+        db.submit_tasks(conn, [rows.new_task(delay_seconds=60) for _ in range(500)])
+    set_clock(conn, (BASE + timedelta(seconds=61)).isoformat())
+    found = claim(conn, 1)
+    assert len(found.tasks) == 1
+    (due,) = rows.sql(conn, "SELECT count(*) AS n FROM tasks WHERE due")
+    assert due["n"] == 1000 * pages - 1
+    assert (found.next_due_seconds or 0) < 0  # the rest is overdue, and looked for soon
 
-    def fetch_one(conn: Connection, statement: str, values: Row) -> list[Row]:
-        if statement == claims.SET_ROUTES:
-            raise DatabaseUnavailable("the server is gone")
-        return fetch(conn, statement, values)
 
-    monkeypatch.setattr(claims, "fetch", fetch_one)
-    found = claims.claim_tasks(conn, "w1", 1, 30.0, rows.Everything())
-    assert [(claimed.task_id, route) for claimed, route in found.tasks] == [(task, "local")]
+def test_a_claim_tells_each_column_of_each_task_as_it_is(conn: Connection) -> None:
+    task_id = submit(conn, tenant="acme", requested_route="cloud", timeout_seconds=7)
+    rows.settle(conn, claim(conn).tasks[0].lease, "failure")
+    for _ in range(2):
+        rows.make_due(conn, task_id)
+        (task,) = claim(conn).tasks
+        rows.settle(conn, task.lease, "released")
+    rows.make_due(conn, task_id)
+    (task,) = claim(conn).tasks
+    stored = row(conn, task_id)
+    told = {name: value for name, value in vars(task).items() if name in stored}
+    assert told == {name: stored[name] for name in told}
+    assert len(told) == 10
+    assert (task.attempt, task.delivery_count, task.retry_count) == (4, 2, 1)
+    assert (task.lease.token, task.root_id) == (str(stored["lease_token"]), task_id)
 
 
 def test_what_a_budget_has_kept_back_is_left(conn: Connection) -> None:

@@ -1,6 +1,6 @@
-"""Cancel, settle, reap, requeue, claim and heartbeat meet on the same rows, in both orders.
+"""Cancel, settle, reap, requeue, claim, noting and heartbeat meet on the same rows, in both orders.
 
-The first has done all but its COMMIT when the second comes: tests/support/stage.py. Claim,
+The first has done all but its COMMIT when the second comes: tests/support/stage.py. Claim, noting,
 heartbeat and reaper never wait for a row; of the others, rows are locked in the order of their
 numbers, so that no two can wait for each other.
 """
@@ -17,7 +17,8 @@ import db
 from db import Connection
 from errors import DatabaseUnavailable, StateConflict
 from queries import claims, leases, operations
-from queries.leases import Lease, Outcome, Verdict
+from queries.claims import Claim
+from queries.leases import ClaimedTask, Lease, Outcome, Verdict
 from tests.support import model, rows
 from tests.support.functions import rewritten
 from tests.support.rows import RETRY
@@ -58,6 +59,13 @@ def heartbeat(conn: Connection, lease: Lease) -> str:
     return "lost" if beat.lost else "asked to stop" if beat.cancelled else "alive"
 
 
+def note_route(conn: Connection, lease: Lease) -> str:
+    """As a worker does, when the task has begun."""
+    task = ClaimedTask(lease, lease.task_id, "prompt", {}, "auto", None, 1, 1, 0)
+    claims.note_routes(conn, Claim([(task, "cloud")], are_routes_noted=False))
+    return "noted" if rows.row(conn, lease.task_id)["route"] == "cloud" else "left out"
+
+
 def running(conn: Connection) -> Lease:
     """Its lease has run out, so the reaper wants it, too."""
     lease = rows.claimed(conn).lease
@@ -88,6 +96,13 @@ MEETINGS: list[Meeting] = [
     (running, cancel, "RUNNING", heartbeat, "passes", "alive", "RUNNING", "claimed"),
     (running, cancel, "RUNNING", claim, "passes", "nothing", "RUNNING", "claimed"),
     (running, cancel, "RUNNING", requeue, "passes", "refused", "RUNNING", "claimed"),
+    (running, cancel, "RUNNING", note_route, "passes", "left out", "RUNNING", "claimed"),
+    (running, settle, "SUCCEEDED", note_route, "passes", "left out", "SUCCEEDED", "succeeded"),
+    (running, reap, "reaped", note_route, "passes", "left out", "PENDING", "reaped"),
+    (running, heartbeat, "alive", note_route, "passes", "left out", "RUNNING", "claimed"),
+    (running, note_route, "noted", cancel, "waits", "RUNNING", "RUNNING", "claimed"),
+    (running, note_route, "noted", settle, "waits", "SUCCEEDED", "SUCCEEDED", "succeeded"),
+    (running, note_route, "noted", reap, "passes", "nothing", "RUNNING", "claimed"),
     (running, settle, "SUCCEEDED", cancel, "waits", "refused", "SUCCEEDED", "succeeded"),
     (running, settle, "SUCCEEDED", settle, "waits", "lost", "SUCCEEDED", "succeeded"),
     (running, settle, "SUCCEEDED", reap, "passes", "nothing", "SUCCEEDED", "succeeded"),
@@ -110,6 +125,7 @@ MEETINGS: list[Meeting] = [
     (pending, claim, "claimed", settle, "passes", "lost", "RUNNING", "claimed"),
     (pending, claim, "claimed", heartbeat, "passes", "lost", "RUNNING", "claimed"),
     (pending, claim, "claimed", reap, "passes", "nothing", "RUNNING", "claimed"),
+    (pending, claim, "claimed", note_route, "passes", "left out", "RUNNING", "claimed"),
     (pending, cancel, "CANCELLED", cancel, "waits", "refused", "CANCELLED", "cancelled"),
     (pending, cancel, "CANCELLED", claim, "passes", "nothing", "CANCELLED", "cancelled"),
     (pending, cancel, "CANCELLED", settle, "passes", "lost", "CANCELLED", "cancelled"),

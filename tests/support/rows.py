@@ -118,6 +118,7 @@ def claim(
     """One look at the queue by `worker`, which takes whatever is due."""
     policy = Everything(depth_wanted)
     found = claims.claim_tasks(conn, worker, slots, lease_seconds, policy, after_tenant)
+    claims.note_routes(conn, found)
     tasks = [task for task, _ in found.tasks]
     return Claimed(
         tasks, policy.depth, found.next_due_seconds, found.last_tenant, found.is_any_left

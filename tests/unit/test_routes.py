@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 
 from config import Routing
@@ -144,3 +147,19 @@ def test_the_pauses_of_a_route_grow_until_a_call_has_worked() -> None:
 def test_retry_after_is_obeyed_where_it_is_longer() -> None:
     assert routes("local").pause("local", "busy", 17) == 17
     assert routes("local").pause("local", "busy", 0.1) == 1
+
+
+def test_a_task_whose_route_cannot_be_decided_is_left_without_one_and_the_others_are_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def decide(payload: Mapping[str, Any], metrics: Mapping[str, Any], routing: Routing) -> str:
+        return {"x": "local", "xx": "nowhere"}[payload["prompt"]]
+
+    made = Routes(Routing(), decide)
+    made.open("local")
+    made.open("cloud")
+    made.wanted_at_any_depth()
+    tasks = [task(1, 1), task(2, 2), task(3, 3), task(4, 1)]
+    assert made.choose(tasks, 0) == ["local", None, None, "local"]
+    for number in (2, 3):
+        assert f"No route can be decided for task {number}" in caplog.text
