@@ -412,7 +412,6 @@ def main() -> int:
             logger, logging.INFO, "Worker started.", "started",
             worker=worker.name, concurrency=worker.concurrency,
         )  # fmt: skip
-        sys.setswitchinterval(0.001)  # who has an answer of Postgres does not wait long for others
         gc.freeze()  # what the process has by now stays: no collection need look at it again
         gc.set_threshold(10_000)  # a batch of tasks leaves thousands of objects, and no cycles
         worker.run(drain=args.drain or args.alone)
