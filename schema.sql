@@ -526,7 +526,7 @@ BEGIN
     IF waiting = 0 THEN
         is_any_left := false;
     ELSIF waiting <= slots THEN
-        last_tenant := after_tenant;
+        last_tenant := after_tenant;  -- as it was: there is no round
         SELECT array_agg(task_id), bool_or(requested_route = 'auto') INTO chosen, is_auto
         FROM (
             SELECT of_route.*
