@@ -71,11 +71,15 @@ BARE = Peer(
     [sys.executable, "-m", "bench.peers.bare"],
     "SELECT EXISTS (SELECT FROM jobs WHERE status = 'pending')",
 )
+# What a queue on our tables could at best be: see bench/peers/least.py.
+LEAST = Peer("bare loop in our tables", [sys.executable, "-m", "bench.peers.least"], IS_WORK_LEFT)
 
 
-def peers(record: Record) -> list[Peer]:
+def peers(record: Record, quick: bool) -> list[Peer]:
     """All that can be had on this machine; who is left out is named."""
-    found = [BARE]
+    found = [BARE] if quick else [BARE, LEAST]
+    if quick:
+        record.note(f"the {LEAST.name} is left out: quick")
     if python := peers_python():
         command = [str(python), "-m", "bench.peers.pgqueuer_noop"]
         found.append(Peer("PgQueuer", command, "SELECT EXISTS (SELECT FROM pgqueuer)"))
@@ -182,8 +186,8 @@ def drain_peer(stage: Stage, peer: Peer, workers: int, jobs: int) -> float:
             await_empty(lambda: bool(ask(watcher, peer.is_work_left)), started)
             seen_empty = time.monotonic_ns()
         first = min(instants(gate, "first"))
-        if peer is BARE:
-            eventually(lambda: len(instants(gate, "last")) == workers, what="the bare loop ended")
+        if peer in (BARE, LEAST):
+            eventually(lambda: len(instants(gate, "last")) == workers, what=f"{peer.name} ended")
         return jobs / ((max(instants(gate, "last"), default=seen_empty) - first) / 1e9)
     finally:
         stage.end(*started)
@@ -211,7 +215,7 @@ def choose_concurrency(stage: Stage, record: Record) -> tuple[int, float]:
 
 
 def measure(stage: Stage, record: Record, quick: bool) -> None:
-    found = peers(record)
+    found = peers(record, quick)
     concurrency, rate = choose_concurrency(stage, record)
     tasks = TASKS if rate * LONGEST_SECONDS > TASKS else round(rate * LONGEST_SECONDS, -3)
     tasks = int(tasks)

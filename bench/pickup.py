@@ -1,11 +1,12 @@
-"""From the commit of a task to the start of its work, on an idle worker; against a bare loop.
+"""From the commit of a task to the start of its work, on an idle worker; against bare loops.
 
     python -m bench.pickup
 
 Both instants are read from CLOCK_MONOTONIC, which all processes of a machine share: the commit when
 the submitter's statement has returned, the start by the first thing that the tool does. In the bare
-loop the start is when the rows of the claim are there. Either may come a little before the commit:
-Postgres wakes the listener before it answers the submitter, in both alike. Peers (bench/peers) have
+loops the start is when the rows of the claim are there; one claims from a narrow table, the other
+from ours, both by an UPDATE that chooses little. Any start may come a little before the commit:
+Postgres wakes the listener before it answers the submitter, in all alike. Peers (bench/peers) have
 a worker of their own each, and submit from their own client, with the same pauses.
 """
 
@@ -18,16 +19,25 @@ import select
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
+from typing import Any
 
 import psycopg2
 
 import db
-from bench.common import ROOT, MeasureFailed, Stage, eventually, peers_python
-from bench.drain import BARE, Peer, peers, version_of
-from bench.peers import gate
+from bench.common import (
+    ROOT,
+    MeasureFailed,
+    Stage,
+    administrator,
+    eventually,
+    peers_python,
+)
+from bench.drain import BARE, LEAST, Peer, peers, version_of
+from bench.peers import gate, least
 from bench.report import Record, percentile, run
 from bench.tool import TOOLS, await_starts, connected, noop_task
 
@@ -66,20 +76,37 @@ WHERE id = ANY(ARRAY(
     ORDER BY available_at, id FOR UPDATE SKIP LOCKED LIMIT 10))
 RETURNING id, payload
 """
+# Prepared, for a worker's claim is a function that keeps its plans.
+PREPARE_LEAST = "PREPARE claim AS " + least.CLAIM % {
+    "token": "gen_random_uuid()",
+    "owner": "'me'",
+    "batch": "10",
+}
 
 
 def measure(stage: Stage, record: Record, quick: bool) -> None:
     submissions = QUICK_SUBMISSIONS if quick else SUBMISSIONS
-    ours, bare = stage.database(), stage.database("template0")
+    ours, bare, tables = stage.database(), stage.database("template0"), stage.database()
     stage.worker(ours, tools=TOOLS)
     others = list(waiting_peers(stage, record, quick))
-    with connected(ours) as conn:
+    with connected(ours) as conn, administrator(bare) as cursor, connected(tables) as in_tables:
+        cursor.execute(BARE_TABLE)
+        narrow = BareLoop(bare, "bare_tasks", BARE_CLAIM, partial(submit_bare, cursor))
+        wide = BareLoop(
+            tables,
+            "tasks_claimable",
+            "EXECUTE claim",
+            partial(submit_noop, in_tables),
+            PREPARE_LEAST,
+        )
         pickup_ms(conn, WARM_UP)  # plans, caches and connections are warm from here on
         loops: dict[str, Callable[[int], list[float]]] = {
             "pickup": partial(pickup_ms, conn),
-            "bare loop": partial(bare_pickup_ms, bare),
+            BARE.name: narrow.pickup_ms,
             **{other.peer.name: other.pickup_ms for other in others},
         }
+        if not quick:
+            loops[LEAST.name] = wide.pickup_ms
         for repetition in range(QUICK_REPETITIONS if quick else REPETITIONS):
             order = list(loops) if repetition % 2 else list(reversed(loops))
             times = {name: loops[name](submissions) for name in order}
@@ -88,13 +115,16 @@ def measure(stage: Stage, record: Record, quick: bool) -> None:
 
 
 def compare(record: Record, share: int, found: dict[str, float]) -> None:
-    """What one repetition has found at a percentile: ours first, then the bare loop, then peers."""
+    """What one repetition has found at a percentile, of all that took part."""
     for name, milliseconds in found.items():
         record.add(f"{name} p{share}", milliseconds, "ms")
-    own, limit, *others = found.values()
-    record.ratio(f"p{share} / bare LISTEN and claim", own / limit)
-    if others:
-        record.ratio(f"p{share} / best peer", own / min(others))
+    own = found["pickup"]
+    record.ratio(f"p{share} / bare LISTEN and claim", own / found[BARE.name])
+    if LEAST.name in found:
+        record.ratio(f"p{share} / the same in our tables", own / found[LEAST.name])
+    peers = [found[name] for name in found if name not in ("pickup", BARE.name, LEAST.name)]
+    if peers:
+        record.ratio(f"p{share} / best peer", own / min(peers))
 
 
 def waiting_peers(stage: Stage, record: Record, quick: bool) -> Iterator[PeerWorker]:
@@ -108,9 +138,9 @@ def waiting_peers(stage: Stage, record: Record, quick: bool) -> Iterator[PeerWor
 
 def who_else(record: Record, quick: bool) -> list[Peer]:
     """The peers of the drain, and those that are good at this only; not those when in a hurry."""
-    found = [peer for peer in peers(record) if peer is not BARE]
+    found = [peer for peer in peers(record, quick) if peer not in (BARE, LEAST)]
     if quick:
-        record.note("Procrastinate and Chancy are left out: quick")
+        record.note("Procrastinate, Chancy and the bare loop in our tables are left out: quick")
     elif python := peers_python():
         for name in ("Procrastinate", "Chancy"):
             package = name.lower()
@@ -131,10 +161,14 @@ def pickup_ms(conn: db.Connection, submissions: int = SUBMISSIONS) -> list[float
     committed = {}
     for pause in pauses(submissions):
         time.sleep(pause)
-        task_id = db.submit_task(conn, noop_task()).task_id
+        task_id = submit_noop(conn)
         committed[task_id] = time.monotonic_ns()
     started = await_starts(conn, list(committed))
     return [(started[task_id] - at) / 1e6 for task_id, at in committed.items()]
+
+
+def submit_noop(conn: db.Connection) -> int:
+    return db.submit_task(conn, noop_task()).task_id
 
 
 # --- peers -----------------------------------------------------------------------------------
@@ -192,49 +226,56 @@ def noted(folder: Path, which: str) -> dict[int, int]:
     return {int(number): int(instant) for number, instant in lines}
 
 
-# --- the bare loop ---------------------------------------------------------------------------
+# --- the bare loops --------------------------------------------------------------------------
 
 
-def bare_pickup_ms(url: str, submissions: int) -> list[float]:
-    """The same of a process that listens, and claims with one statement."""
-    conn = psycopg2.connect(url)
-    conn.autocommit = True
-    here, there = multiprocessing.Pipe()
-    with conn.cursor() as cursor:
-        cursor.execute("DROP TABLE IF EXISTS bare_tasks;" + BARE_TABLE)
+def submit_bare(cursor: Any) -> int:
+    cursor.execute(BARE_SUBMIT, (PAYLOAD,))
+    ((task_id, _),) = cursor.fetchall()
+    return int(task_id)
+
+
+@dataclass(frozen=True)
+class BareLoop:
+    """A process that listens on a channel, and claims with a statement that tells numbers first."""
+
+    url: str
+    channel: str
+    claim: str
+    submit: Callable[[], int]  # returns the number when the task is committed
+    prepare: str = ""
+
+    def pickup_ms(self, submissions: int) -> list[float]:
+        here, there = multiprocessing.Pipe()
         spawn = multiprocessing.get_context("spawn")
-        listener = spawn.Process(
-            target=listen_and_claim, args=(url, there, submissions), daemon=True
-        )
+        told = (self.url, f"{self.prepare}; LISTEN {self.channel}", self.claim, there, submissions)
+        listener = spawn.Process(target=listen_and_claim, args=told, daemon=True)
         listener.start()
         here.recv()  # it listens
         committed = {}
         for pause in pauses(submissions):
             time.sleep(pause)
-            cursor.execute(BARE_SUBMIT, (PAYLOAD,))
-            committed_at = time.monotonic_ns()
-            ((task_id, _),) = cursor.fetchall()
-            committed[task_id] = committed_at
-    started = here.recv()
-    listener.join()
-    conn.close()
-    return [(started[task_id] - at) / 1e6 for task_id, at in committed.items()]
+            task_id = self.submit()
+            committed[task_id] = time.monotonic_ns()
+        started = here.recv()
+        listener.join()
+        return [(started[task_id] - at) / 1e6 for task_id, at in committed.items()]
 
 
-def listen_and_claim(url: str, pipe: Pipe, submissions: int) -> None:
+def listen_and_claim(url: str, listen: str, claim: str, pipe: Pipe, submissions: int) -> None:
     """Claim at each notification until all are claimed; then tell when each was."""
     conn = psycopg2.connect(url)
     conn.autocommit = True
     started: dict[int, int] = {}
     with conn.cursor() as cursor:
-        cursor.execute("LISTEN bare_tasks")
+        cursor.execute(listen)
         pipe.send(None)
         while len(started) < submissions:
             select.select([conn], [], [])
             conn.poll()
             while conn.notifies:
                 conn.notifies.clear()
-                cursor.execute(BARE_CLAIM)
+                cursor.execute(claim)
                 claimed = cursor.fetchall()
                 now = time.monotonic_ns()
                 started.update((task_id, now) for task_id, _ in claimed)
