@@ -1,4 +1,4 @@
--- Agent Orchestrator, schema version 7.
+-- Agent Orchestrator, schema version 8.
 --
 -- The life of a task, told once. Whatever can be claimed, retried, leased, cancelled or awaited
 -- is one row of `tasks`. A row is born PENDING; once it is due, a worker claims it: RUNNING, with
@@ -23,7 +23,7 @@ CREATE TABLE schema_version (
     installed_at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 COMMENT ON TABLE schema_version IS 'One row for each version this database has gone through.';
-INSERT INTO schema_version (version) VALUES (7);
+INSERT INTO schema_version (version) VALUES (8);
 
 
 -- The only clock. Tests set orchestrator.fake_now in their session to stand at a chosen instant.
@@ -201,10 +201,12 @@ CREATE TABLE tasks (
         status <> 'FAILED' OR last_error IS NOT NULL OR kind = 'run')
 ) WITH (
     -- A claim and a settle rewrite the row: room on its page keeps heartbeats HOT, and a small
-    -- share of dead rows is enough to vacuum.
+    -- share of dead rows is enough to vacuum, at ten times the usual pace: until it is done, claims
+    -- and settles find their rows among dead ones.
     fillfactor = 80,
     autovacuum_vacuum_scale_factor = 0.02,
-    autovacuum_analyze_scale_factor = 0.02
+    autovacuum_analyze_scale_factor = 0.02,
+    autovacuum_vacuum_cost_limit = 2000
 );
 COMMENT ON TABLE tasks IS 'One row for each thing that can be claimed, retried, leased or awaited.';
 
@@ -949,8 +951,10 @@ CREATE INDEX audit_log_by_run ON audit_log (run_id, id) WHERE run_id IS NOT NULL
 -- by its key.
 CREATE INDEX audit_log_by_root ON audit_log (root_id, transaction) WHERE run_id IS NOT NULL;
 
--- Takes what no month's partition takes, so that a missing partition never stops the work.
-CREATE TABLE audit_log_other PARTITION OF audit_log DEFAULT;
+-- Takes what no month's partition takes, so that a missing partition never stops the work. Of what is
+-- never changed nothing dies: a vacuum for the sake of what was added would only write every page anew.
+CREATE TABLE audit_log_other PARTITION OF audit_log DEFAULT
+    WITH (autovacuum_vacuum_insert_threshold = -1);
 
 
 CREATE FUNCTION refuse_change() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -991,7 +995,8 @@ BEGIN
             WHERE at >= starts AND at < ends);
         -- Made apart and then attached: that waits for nobody who only reads or writes this month.
         EXECUTE format(
-            'CREATE TABLE %I (LIKE audit_log INCLUDING DEFAULTS INCLUDING INDEXES)', partition);
+            'CREATE TABLE %I (LIKE audit_log INCLUDING DEFAULTS INCLUDING INDEXES)
+             WITH (autovacuum_vacuum_insert_threshold = -1)', partition);
         EXECUTE format(
             'ALTER TABLE audit_log ATTACH PARTITION %I FOR VALUES FROM (%L) TO (%L)',
             partition, starts, ends);

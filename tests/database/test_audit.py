@@ -23,6 +23,11 @@ FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid
 WHERE i.inhparent = 'audit_log'::regclass
 ORDER BY c.relname
 """
+PARTITION_OPTIONS = """
+SELECT c.reloptions::text AS options
+FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid
+WHERE i.inhparent = 'audit_log'::regclass
+"""
 
 
 def partitions(conn: Connection) -> list[str]:
@@ -195,6 +200,12 @@ def test_there_are_partitions_for_this_month_the_next_two_and_everything_else(
 ) -> None:
     this_month = sql(own_conn, "SELECT current_instant() AS at")[0]["at"].astimezone(UTC)
     assert partitions(own_conn) == sorted([*names_of_months(this_month, 3), "audit_log_other"])
+
+
+def test_no_partition_is_vacuumed_for_what_is_only_added_to_it(own_conn: Connection) -> None:
+    options = sql(own_conn, PARTITION_OPTIONS)
+    assert len(options) == 4
+    assert {entry["options"] for entry in options} == {"{autovacuum_vacuum_insert_threshold=-1}"}
 
 
 def test_partitions_that_are_there_are_not_made_again(own_conn: Connection) -> None:
