@@ -111,11 +111,11 @@ class Runner:
 
     def stop(self, lease: Lease) -> None:
         """Cancel the work of this lease, if it still runs; it ends with verdict released."""
-        self._loop.call_soon_threadsafe(self._cancel, lease)
+        self._tell(self._cancel, lease)
 
     def drain(self) -> None:
         """Let agent jobs end at their next node boundary, with verdict released."""
-        self._loop.call_soon_threadsafe(self._jobs.drain)
+        self._tell(self._jobs.drain)
 
     def leaves_behind(self) -> bool:
         """Whether something still runs that does not listen, and would keep the process."""
@@ -134,6 +134,14 @@ class Runner:
             except BaseException:  # a SystemExit, say, goes through asyncio to here
                 logger.exception("Something tried to end the runner")
         self._loop.close()
+
+    def _tell(self, what: Callable[..., object], *about: object) -> None:
+        """Have the loop do that; one that is closed has nothing left that it could be done to."""
+        try:
+            self._loop.call_soon_threadsafe(what, *about)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
 
     def _begin_all(self) -> None:
         self._is_waking = False

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import db
 from config import Settings
+from errors import DatabaseUnavailable
 from logs import say
 from queries import leases
 from queries.leases import Lease
@@ -52,14 +53,22 @@ class Heartbeat(threading.Thread):
             self._nudged.clear()
             if self._ended.is_set():
                 break
-            try:
-                self.beat_once()
-                pause_seconds = self._settings.worker.heartbeat_seconds
-            except Exception as failed:  # a heartbeat that dies costs every lease
-                say(logger, logging.WARNING, f"The heartbeat failed: {failed}.", "database_away")
+            pause_seconds = self._settings.worker.heartbeat_seconds
+            if not self._beat_safely():
                 self._disconnect()
-                pause_seconds = min(1.0, self._settings.worker.heartbeat_seconds)
+                pause_seconds = min(1.0, pause_seconds)
         self._disconnect()
+
+    def _beat_safely(self) -> bool:
+        """Whether a beat went well. It raises nothing: a heartbeat that dies costs every lease."""
+        try:
+            self.beat_once()
+            return True
+        except DatabaseUnavailable as away:
+            say(logger, logging.WARNING, f"The heartbeat failed: {away}.", "database_away")
+        except Exception:
+            logger.exception("This beat failed")
+        return False
 
     def beat_once(self) -> None:
         if self._conn is None or self._conn.closed:

@@ -152,3 +152,10 @@ def test_what_tries_to_end_the_loop_s_thread_does_not(
     eventually(lambda: "tried to end the runner" in caplog.text)
     runner.close()
     assert not runner._thread.is_alive()
+
+
+def test_what_has_ended_already_may_be_stopped(runner: Runner) -> None:
+    """By a heartbeat, say, which outlives the work."""
+    runner.close()
+    runner.stop(Lease(1, TOKEN))
+    runner.drain()
