@@ -274,11 +274,10 @@ class Worker:
             claim = claims.claim_tasks(conn, self.name, free, lease_seconds, self.routes, *begins)
             place.note(claim, time.monotonic() - began)
         claimed = {task.task_id for task, _ in claim.tasks}
-        for lease in self.held.leases():
-            # It was taken back from us and is ours again by another token.
-            if lease.task_id in claimed and self.held.drop_lost(lease):
-                log_lost(lease, self.name)
-                self.runner.stop(lease)
+        # Some were taken back from us and are ours again by another token.
+        lost = self.held.drop_lost(one for one in self.held.leases() if one.task_id in claimed)
+        self.runner.stop(lost)
+        log_lost(lost, self.name)
         self.held.add(task for task, _ in claim.tasks)
         return claim
 
@@ -350,8 +349,7 @@ class Worker:
             if overdue and not handed_back:
                 handed_back = True
                 deadline = time.monotonic() + HAND_BACK_SECONDS
-                for lease in self.held.leases():
-                    self.runner.stop(lease)
+                self.runner.stop(self.held.leases())
             elif overdue and time.monotonic() >= deadline:
                 return  # nobody to write to: the leases run out and another worker takes over
             self._sleep_seconds = 0.5

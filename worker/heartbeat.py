@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import db
 from config import Settings
@@ -33,7 +33,7 @@ class Heartbeat(threading.Thread):
         settings: Settings,
         name: str,
         held: Held,
-        stop: Callable[[Lease], None],
+        stop: Callable[[Sequence[Lease]], None],
         report: Callable[[db.Connection], None],
     ) -> None:
         super().__init__(name="heartbeat", daemon=True)
@@ -76,12 +76,9 @@ class Heartbeat(threading.Thread):
         held = self._held.leases()
         if held:
             beat = leases.renew_leases(self._conn, held, self._settings.worker.lease_seconds)
-            for lease in held:
-                if lease in beat.lost and self._held.drop_lost(lease):
-                    log_lost(lease, self._worker_name)
-                    self._stop_work(lease)
-                elif lease in beat.cancelled:
-                    self._stop_work(lease)
+            lost = self._held.drop_lost(one for one in held if one in beat.lost)
+            self._stop_work([*lost, *beat.cancelled])
+            log_lost(lost, self._worker_name)
         self._report(self._conn)
 
     def begin(self) -> None:

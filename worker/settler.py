@@ -113,8 +113,7 @@ class Settler(threading.Thread):
             lost = [one for one in self._held.drop_settled(ended) if one.token not in written]
             self._on_settled(any(one.status == "PENDING" for one in settled))
             log_settled(settled, self._worker_name)
-            for lease in lost:
-                log_lost(lease, self._worker_name)
+            log_lost(lost, self._worker_name)
         return HELD_UP_SECONDS if held_up else None
 
     def _open(self) -> db.Connection:

@@ -188,7 +188,7 @@ def test_a_task_that_is_stopped_before_its_first_step_is_handed_back_all_the_sam
     runner = Runner(settings, routes, lambda: None, lambda *_: None)
     task = ClaimedTask(Lease(1, "token"), 1, "prompt", {"prompt": "hello"}, "auto", None, 1, 1, 0)
     runner.start(task, "local")
-    runner.stop(task.lease)
+    runner.stop([task.lease])
     runner.open()  # only now: both requests are met by the same turn of its loop
     finished = eventually(runner.take_finished, what="somebody hears of this lease again")
     assert [(lease, outcome.verdict) for lease, outcome in finished] == [(task.lease, "released")]
