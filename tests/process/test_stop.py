@@ -118,6 +118,23 @@ def test_an_idle_worker_ends_at_once(
 
 
 @pytest.mark.parametrize("stop", STOP_SIGNALS)
+@pytest.mark.parametrize("drain", [False, True])
+def test_signals_that_come_until_the_process_is_gone_do_not_change_its_exit_code(
+    processes: Processes, queue: Queue, stop: signal.Signals, drain: bool
+) -> None:
+    """Python itself needs some time to end, long after the worker has said that it has stopped."""
+    worker = processes.worker_starting(*["--drain"] * drain)
+    await_started(worker)
+    if drain:  # it is to end of its own
+        await_stopping(worker)
+    while worker.is_running():
+        worker.signal(stop)
+        time.sleep(0.001)
+    assert worker.wait() == 0
+    assert "Traceback" not in worker.log
+
+
+@pytest.mark.parametrize("stop", STOP_SIGNALS)
 def test_a_signal_at_any_instant_of_start_up_leaves_no_task_leased_and_burns_none(
     processes: Processes, fake: FakeOllama, queue: Queue, stop: signal.Signals
 ) -> None:
