@@ -24,6 +24,7 @@ WHAT_BECAME_OF_IT = {
     "deadline": "ran out of time and is a dead letter.",
     "recursion_limit": "took more steps than it may and is a dead letter.",
 }
+WHY_IT_IS_GONE = "taken over, given up, or its end is written already"
 
 
 def log_claimed(tasks: Iterable[tuple[ClaimedTask, str | None]], worker: str) -> None:
@@ -63,7 +64,7 @@ def log_lost(lost: Iterable[Lease], worker: str) -> None:
     """A line for each lease, as `line` writes it; with a process's connection it loses all."""
     lines = [
         line(
-            f"The lease of task {one.task_id} is gone: taken over, or its end is written already.",
+            f"The lease of task {one.task_id} is gone: {WHY_IT_IS_GONE}.",
             "lease_lost",
             task_id=one.task_id,
             worker=worker,

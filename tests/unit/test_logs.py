@@ -179,7 +179,7 @@ def test_what_was_lost_is_logged_as_every_line_is(
 ) -> None:
     monkeypatch.setattr("worker.sentences.logger", logger)
     log_lost([Lease(7, "t"), Lease(8, "t")], "w 1")
-    gone = "is gone: taken over, or its end is written already. action=lease_lost"
+    gone = "is gone: taken over, given up, or its end is written already. action=lease_lost"
     assert [TIME.sub("", one) for one in heard.text.splitlines()] == [
         f"WARNING The lease of task {number} {gone} task_id={number} worker='w 1'"
         for number in (7, 8)
