@@ -105,7 +105,7 @@ def _settle_refused(
 ) -> tuple[list[Settled], list[Finished]]:
     """Write instead of an outcome that it cannot be stored; as `settle_batch`."""
     lease, _ = pair
-    logger.error("The outcome of task %s cannot be stored: %s", lease.task_id, refused)
+    logger.error("The outcome of task %s cannot be stored: %s", lease.task_id, _first_line(refused))
     reason = f"its outcome could not be stored: {type(refused).__name__}"
     failure = (lease, Outcome("failure", error=reason))
     try:
@@ -116,7 +116,12 @@ def _settle_refused(
         logger.error(
             "Nor can it be stored that task %s failed; its lease is left to run out: %s",
             lease.task_id,
-            refused_again,
+            _first_line(refused_again),
         )
         return [], []
     return ([], [pair]) if settled is None else (settled, [])
+
+
+def _first_line(refused: Exception) -> str:
+    """What Postgres says after it may quote the outcome, and that is no matter for the log."""
+    return str(refused).strip().split("\n")[0]

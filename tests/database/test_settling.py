@@ -66,7 +66,7 @@ UNSTORABLE = {
 
 @pytest.mark.parametrize("result", UNSTORABLE.values(), ids=UNSTORABLE.keys())
 def test_an_outcome_that_cannot_be_stored_becomes_a_failure_beside_one_that_can(
-    conn: Connection, result: Any
+    conn: Connection, result: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad, good = rows.claimed(conn).lease, rows.claimed(conn).lease
     batch = [(bad, Outcome("succeeded", result=result)), (good, DONE)]
@@ -76,6 +76,9 @@ def test_an_outcome_that_cannot_be_stored_becomes_a_failure_beside_one_that_can(
         (bad.task_id, "retry"),
         (good.task_id, "succeeded"),
     }
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert told.startswith(f"The outcome of task {bad.task_id} cannot be stored: ")
+    assert "\n" not in told, "Postgres quotes the outcome, and answers are never logged"
     assert "its outcome could not be stored" in rows.row(conn, bad.task_id)["last_error"]
 
 
