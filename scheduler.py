@@ -36,7 +36,6 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from types import FrameType
 from typing import Any
 
 import psycopg2
@@ -53,7 +52,7 @@ from queries.schema import ensure_audit_partitions
 from queries.workers import forget_worker, report_worker
 from worker.arguments import default_name, parse_arguments
 from worker.doorbell import Doorbell
-from worker.ending import end_now
+from worker.ending import Stopper, end_now
 from worker.folding import Folding
 from worker.heartbeat import Heartbeat
 from worker.held import Held
@@ -274,11 +273,10 @@ class Worker:
             claim = claims.claim_tasks(conn, self.name, free, lease_seconds, self.routes, *begins)
             place.note(claim, time.monotonic() - began)
         claimed = {task.task_id for task, _ in claim.tasks}
-        for lease in self.held.leases():
-            # It was taken back from us and is ours again by another token.
-            if lease.task_id in claimed and self.held.drop_lost(lease):
-                log_lost(lease, self.name)
-                self.runner.stop(lease)
+        # Some were taken back from us and are ours again by another token.
+        lost = self.held.drop_lost(one for one in self.held.leases() if one.task_id in claimed)
+        self.runner.stop(lost)
+        log_lost(lost, self.name)
         self.held.add(task for task, _ in claim.tasks)
         return claim
 
@@ -350,8 +348,7 @@ class Worker:
             if overdue and not handed_back:
                 handed_back = True
                 deadline = time.monotonic() + HAND_BACK_SECONDS
-                for lease in self.held.leases():
-                    self.runner.stop(lease)
+                self.runner.stop(self.held.leases())
             elif overdue and time.monotonic() >= deadline:
                 return  # nobody to write to: the leases run out and another worker takes over
             self._sleep_seconds = 0.5
@@ -407,7 +404,7 @@ def main() -> int:
             args.concurrency or settings.worker.concurrency,
             args.alone,
         )
-        stopper.stops(worker)
+        stopper.stops(worker.stop)
         say(
             logger, logging.INFO, "Worker started.", "started",
             worker=worker.name, concurrency=worker.concurrency,
@@ -418,30 +415,12 @@ def main() -> int:
     except (ConfigError, SchemaOutdated) as refused:
         logger.error("%s", refused)
         return 1
+    finally:
+        stopper.end()
     say(logger, logging.INFO, "Worker stopped.", "stopped", worker=worker.name)
     if worker.runner.leaves_behind():
         end_now(0)  # a node that listens to nothing would keep the interpreter from ending
     return 0
-
-
-class Stopper:
-    """Counts stop signals for the worker, also those that come before there is one."""
-
-    def __init__(self) -> None:
-        self._worker: Worker | None = None
-        self._signals = 0
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, self._on_signal)
-
-    def stops(self, worker: Worker) -> None:
-        self._worker = worker
-        if self._signals:
-            worker.stop(self._signals)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signals += 1
-        if self._worker is not None:
-            self._worker.stop(self._signals)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from errors import DatabaseUnavailable
 
 logger = logging.getLogger(__name__)
 
+ENDING = "the API is stopping; try again shortly"
 LARGEST_BATCH = 200
 MOST_WAITING = 10_000
 TOO_MANY = f"{MOST_WAITING} submissions are waiting already; try again shortly"
@@ -52,7 +53,8 @@ class SubmitWriter:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        # These three are touched by the loop's thread only.
+        # These four are touched by the loop's thread only.
+        self._is_ending = False
         self._gathered: list[Item] = []
         self._unnamed = self._named = 0  # how many are not answered yet
         self._waiting: SimpleQueue[list[Item] | None] = SimpleQueue()
@@ -66,8 +68,11 @@ class SubmitWriter:
         self._thread.start()
 
     def close(self) -> None:
-        """Store what waits, then end; on another thread, for the loop has to tell the answers."""
-        self._waiting.put(None)
+        """Store what has come, refuse what comes, and end; a second call does nothing.
+
+        On another thread than the loop's, which has to tell the answers.
+        """
+        self._loop.call_soon_threadsafe(self._begin_to_end)
         self._thread.join()
         self._alone.shutdown()
         self._patient.shutdown()
@@ -77,6 +82,8 @@ class SubmitWriter:
 
         A client that hangs up takes nothing back: what was handed over here is written.
         """
+        if self._is_ending:
+            raise DatabaseUnavailable(ENDING)
         stored: asyncio.Future[Submitted] = self._loop.create_future()
         if task.name is None:
             if self._unnamed >= MOST_WAITING:
@@ -96,6 +103,11 @@ class SubmitWriter:
         """Give the writer what has come in this turn of the loop."""
         self._waiting.put(self._gathered)
         self._gathered = []
+
+    def _begin_to_end(self) -> None:
+        """After what was gathered is handed over: the loop keeps the order of its calls."""
+        self._is_ending = True
+        self._waiting.put(None)
 
     # --- on the writer's thread ---
 

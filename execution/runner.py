@@ -12,7 +12,7 @@ import asyncio
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -109,13 +109,14 @@ class Runner:
         self._finished.append((lease, outcome))
         self._on_finished()
 
-    def stop(self, lease: Lease) -> None:
-        """Cancel the work of this lease, if it still runs; it ends with verdict released."""
-        self._loop.call_soon_threadsafe(self._cancel, lease)
+    def stop(self, leases: Sequence[Lease]) -> None:
+        """Cancel the work of these leases that still runs; it ends with verdict released."""
+        if leases:  # of many that are stopped together, the loop wakes once
+            self._tell(self._cancel, leases)
 
     def drain(self) -> None:
         """Let agent jobs end at their next node boundary, with verdict released."""
-        self._loop.call_soon_threadsafe(self._jobs.drain)
+        self._tell(self._jobs.drain)
 
     def leaves_behind(self) -> bool:
         """Whether something still runs that does not listen, and would keep the process."""
@@ -135,16 +136,25 @@ class Runner:
                 logger.exception("Something tried to end the runner")
         self._loop.close()
 
+    def _tell(self, what: Callable[..., object], *about: object) -> None:
+        """Have the loop do that; one that is closed has nothing left that it could be done to."""
+        try:
+            self._loop.call_soon_threadsafe(what, *about)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+
     def _begin_all(self) -> None:
         self._is_waking = False
         while self._to_begin:
             task, route = self._to_begin.popleft()
             self._running[task.lease] = self._loop.create_task(self._run(task, route))
 
-    def _cancel(self, lease: Lease) -> None:
-        if (running := self._running.get(lease)) is not None:
-            # After its first step: a coroutine cancelled before that never runs, nor reports.
-            self._loop.call_soon(running.cancel)
+    def _cancel(self, leases: Sequence[Lease]) -> None:
+        for lease in leases:
+            if (running := self._running.get(lease)) is not None:
+                # After its first step: a coroutine cancelled before that never runs, nor reports.
+                self._loop.call_soon(running.cancel)
 
     async def _run(self, task: ClaimedTask, route: str | None) -> None:
         seconds = task.timeout_seconds or self._settings.worker.task_timeout_seconds

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import db
 from config import Settings
+from errors import DatabaseUnavailable
 from logs import say
 from queries import leases
 from queries.leases import Lease
@@ -32,7 +33,7 @@ class Heartbeat(threading.Thread):
         settings: Settings,
         name: str,
         held: Held,
-        stop: Callable[[Lease], None],
+        stop: Callable[[Sequence[Lease]], None],
         report: Callable[[db.Connection], None],
     ) -> None:
         super().__init__(name="heartbeat", daemon=True)
@@ -52,14 +53,22 @@ class Heartbeat(threading.Thread):
             self._nudged.clear()
             if self._ended.is_set():
                 break
-            try:
-                self.beat_once()
-                pause_seconds = self._settings.worker.heartbeat_seconds
-            except Exception as failed:  # a heartbeat that dies costs every lease
-                say(logger, logging.WARNING, f"The heartbeat failed: {failed}.", "database_away")
+            pause_seconds = self._settings.worker.heartbeat_seconds
+            if not self._beat_safely():
                 self._disconnect()
-                pause_seconds = min(1.0, self._settings.worker.heartbeat_seconds)
+                pause_seconds = min(1.0, pause_seconds)
         self._disconnect()
+
+    def _beat_safely(self) -> bool:
+        """Whether a beat went well. It raises nothing: a heartbeat that dies costs every lease."""
+        try:
+            self.beat_once()
+            return True
+        except DatabaseUnavailable as away:
+            say(logger, logging.WARNING, f"The heartbeat failed: {away}.", "database_away")
+        except Exception:
+            logger.exception("This beat failed")
+        return False
 
     def beat_once(self) -> None:
         if self._conn is None or self._conn.closed:
@@ -67,12 +76,9 @@ class Heartbeat(threading.Thread):
         held = self._held.leases()
         if held:
             beat = leases.renew_leases(self._conn, held, self._settings.worker.lease_seconds)
-            for lease in held:
-                if lease in beat.lost and self._held.drop_lost(lease):
-                    log_lost(lease, self._worker_name)
-                    self._stop_work(lease)
-                elif lease in beat.cancelled:
-                    self._stop_work(lease)
+            lost = self._held.drop_lost(one for one in held if one in beat.lost)
+            self._stop_work([*lost, *beat.cancelled])
+            log_lost(lost, self._worker_name)
         self._report(self._conn)
 
     def begin(self) -> None:

@@ -31,12 +31,13 @@ class Held:
             self._being_settled.difference_update(settled)
             return [one for one in settled if self._tasks.pop(one, None) is not None]
 
-    def drop_lost(self, lease: Lease) -> bool:
-        """Forget a lease that the heartbeat found gone; False if it is being settled."""
+    def drop_lost(self, lost: Iterable[Lease]) -> list[Lease]:
+        """Forget leases that were found gone; those that were held, and are not being settled."""
         with self._lock:
-            if lease in self._being_settled:
-                return False
-            return self._tasks.pop(lease, None) is not None
+            own = [one for one in lost if one in self._tasks and one not in self._being_settled]
+            for one in own:
+                del self._tasks[one]
+            return own
 
     def leases(self) -> list[Lease]:
         with self._lock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from logs import field, say, say_all
+from logs import field, line, say_all
 from queries.leases import ClaimedTask, Lease, Settled
 
 logger = logging.getLogger("scheduler")
@@ -24,6 +24,7 @@ WHAT_BECAME_OF_IT = {
     "deadline": "ran out of time and is a dead letter.",
     "recursion_limit": "took more steps than it may and is a dead letter.",
 }
+WHY_IT_IS_GONE = "taken over, given up, or its end is written already"
 
 
 def log_claimed(tasks: Iterable[tuple[ClaimedTask, str | None]], worker: str) -> None:
@@ -59,12 +60,15 @@ def log_settled(settled: Iterable[Settled], worker: str) -> None:
     say_all(logger, logging.ERROR, of_dead_letters)
 
 
-def log_lost(lease: Lease, worker: str) -> None:
-    say(
-        logger,
-        logging.WARNING,
-        f"The lease of task {lease.task_id} is gone: taken over, or its end is written already.",
-        "lease_lost",
-        task_id=lease.task_id,
-        worker=worker,
-    )
+def log_lost(lost: Iterable[Lease], worker: str) -> None:
+    """A line for each lease, as `line` writes it; with a process's connection it loses all."""
+    lines = [
+        line(
+            f"The lease of task {one.task_id} is gone: {WHY_IT_IS_GONE}.",
+            "lease_lost",
+            task_id=one.task_id,
+            worker=worker,
+        )
+        for one in lost
+    ]
+    say_all(logger, logging.WARNING, lines)

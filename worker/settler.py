@@ -24,7 +24,8 @@ HELD_UP_SECONDS = 0.05  # before it tries again what somebody holds
 class Settler(threading.Thread):
     """Takes outcomes from any thread and writes them, on its own connection.
 
-    What cannot be written now is kept, with its place among the worker's slots, and tried again.
+    What cannot be written now is kept, with its place among the worker's slots, and tried again;
+    what can never be written is given up, and another worker tries the task when its lease ends.
     `before` is called before what has just ended is written, `on_settled` when slots are free, with
     whether some of these tasks are to be claimed again, now or later.
     """
@@ -113,8 +114,7 @@ class Settler(threading.Thread):
             lost = [one for one in self._held.drop_settled(ended) if one.token not in written]
             self._on_settled(any(one.status == "PENDING" for one in settled))
             log_settled(settled, self._worker_name)
-            for lease in lost:
-                log_lost(lease, self._worker_name)
+            log_lost(lost, self._worker_name)
         return HELD_UP_SECONDS if held_up else None
 
     def _open(self) -> db.Connection:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import psycopg2
 import psycopg2.errors
 
 import db
@@ -52,25 +51,40 @@ def settle_batch(
 ) -> tuple[list[Settled], list[Finished]]:
     """Write a batch: what became of it, and what has to be tried again, since its rows are held.
 
-    An outcome that Postgres refuses is replaced by that failure, alone.
+    An outcome that cannot be stored is replaced by that failure, alone. If that cannot be stored
+    either, it is in neither: then nobody can write to this row, and its lease is left to run out.
     """
     try:
-        with impatient(conn, patience_seconds):
-            return leases.settle_tasks(conn, batch, retry), []
-    except DatabaseUnavailable as away:
-        if not isinstance(away.__cause__, psycopg2.errors.LockNotAvailable):
-            raise
+        settled = _settle_now(conn, batch, retry, patience_seconds)
+    except DatabaseUnavailable:
+        raise
+    except Exception as refused:  # by Postgres, or because no message can be made of it
+        if len(batch) == 1:
+            return _settle_refused(conn, batch[0], refused, retry, patience_seconds)
+        parts = [[pair] for pair in batch]
+    else:
+        if settled is not None:
+            return settled, []
         parts = _parts(batch)
         if len(parts) == 1:
             return [], list(batch)
-    except psycopg2.Error as refused:
-        if len(batch) == 1:
-            return _settle_refused(conn, batch[0][0], refused, retry), []
-        parts = [[pair] for pair in batch]
     done = [settle_batch(conn, part, retry, IMPATIENT_PART_SECONDS) for part in parts]
     return [one for settled, _ in done for one in settled], [
         pair for _, held in done for pair in held
     ]
+
+
+def _settle_now(
+    conn: db.Connection, batch: Sequence[Finished], retry: Retry, patience_seconds: float
+) -> list[Settled] | None:
+    """What became of a batch, or None, if somebody holds its rows."""
+    try:
+        with impatient(conn, patience_seconds):
+            return leases.settle_tasks(conn, batch, retry)
+    except DatabaseUnavailable as away:
+        if isinstance(away.__cause__, psycopg2.errors.LockNotAvailable):
+            return None
+        raise
 
 
 def _parts(batch: Sequence[Finished]) -> list[list[Finished]]:
@@ -83,8 +97,31 @@ def _parts(batch: Sequence[Finished]) -> list[list[Finished]]:
 
 
 def _settle_refused(
-    conn: db.Connection, lease: Lease, refused: psycopg2.Error, retry: Retry
-) -> list[Settled]:
-    logger.error("The outcome of task %s cannot be stored: %s", lease.task_id, refused)
+    conn: db.Connection,
+    pair: Finished,
+    refused: Exception,
+    retry: Retry,
+    patience_seconds: float,
+) -> tuple[list[Settled], list[Finished]]:
+    """Write instead of an outcome that it cannot be stored; as `settle_batch`."""
+    lease, _ = pair
+    logger.error("The outcome of task %s cannot be stored: %s", lease.task_id, _first_line(refused))
     reason = f"its outcome could not be stored: {type(refused).__name__}"
-    return leases.settle_tasks(conn, [(lease, Outcome("failure", error=reason))], retry)
+    failure = (lease, Outcome("failure", error=reason))
+    try:
+        settled = _settle_now(conn, [failure], retry, patience_seconds)
+    except DatabaseUnavailable:
+        raise
+    except Exception as refused_again:
+        logger.error(
+            "Nor can it be stored that task %s failed; its lease is left to run out: %s",
+            lease.task_id,
+            _first_line(refused_again),
+        )
+        return [], []
+    return ([], [pair]) if settled is None else (settled, [])
+
+
+def _first_line(refused: Exception) -> str:
+    """What Postgres says after it may quote the outcome, and that is no matter for the log."""
+    return str(refused).strip().split("\n")[0]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -16,7 +17,9 @@ from db import Connection
 from queries import claims
 from queries.claims import Wanted
 from tests.support import rows
+from tests.support.functions import rewritten
 from tests.support.rows import claim, row, set_clock, submit
+from tests.support.stage import Stage
 
 BASE = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -306,6 +309,55 @@ def test_a_row_that_somebody_holds_is_left_out_and_not_waited_for(
         cursor.execute("SELECT FROM tasks WHERE task_id = %s FOR UPDATE", (held,))
         assert numbers(claim(conn, 2)) == [free]
     assert numbers(claim(conn, 2)) == [held]
+
+
+# Between the count of what is due and the lock on it: here a claim waits for the test.
+HELD_AFTER_ITS_COUNT = {
+    "IF waiting = 0 THEN": "PERFORM pg_advisory_xact_lock_shared(4712); IF waiting = 0 THEN"
+}
+
+
+@contextmanager
+def held_after_its_count(stage: Stage, slots: int) -> Iterator[Future[rows.Claimed]]:
+    """A claim that has counted what is due, and takes it after the block."""
+    with rewritten(stage.witness, "claim_tasks", HELD_AFTER_ITS_COUNT):
+        rows.sql(stage.witness, "SELECT pg_advisory_lock(4712)")
+        try:
+            pid, claiming = stage.start(claim, slots)
+            assert stage.await_lock(pid, claiming) == "advisory"
+            yield claiming
+        finally:
+            rows.sql(stage.witness, "SELECT pg_advisory_unlock(4712)")
+        claiming.result(20)
+
+
+@pytest.mark.parametrize(("more", "is_any_left"), [(0, False), (1, False), (2, True), (9, True)])
+def test_a_claim_of_all_takes_no_more_than_its_slots_of_what_comes_while_it_looks(
+    conn: Connection, stage: Stage, more: int, is_any_left: bool
+) -> None:
+    for number in range(3):
+        submit(conn, tenant=f"t{number}")
+    with held_after_its_count(stage, 4) as claiming:
+        for number in range(more):
+            submit(
+                conn, tenant=f"t{number}", requested_route=("auto", "local", "cloud")[number % 3]
+            )
+    found = claiming.result()
+    assert len(found.tasks) == min(4, 3 + more)
+    assert found.is_any_left == is_any_left
+    expected = {"RUNNING": min(4, 3 + more), "PENDING": max(0, more - 1)}
+    assert db.metrics(conn)["by_status"] == {status: n for status, n in expected.items() if n}
+
+
+def test_a_claim_of_all_looks_again_if_others_took_something_while_it_looked(
+    conn: Connection, stage: Stage
+) -> None:
+    """Of them it cannot know whether they have left anything."""
+    tasks = [submit(conn) for _ in range(3)]
+    with held_after_its_count(stage, 4) as claiming:
+        rows.sql(conn, "UPDATE tasks SET due = false WHERE task_id = %(first)s", first=tasks[0])
+    found = claiming.result()
+    assert (numbers(found), found.is_any_left) == (tasks[1:], True)
 
 
 def test_workers_that_claim_at_once_never_get_the_same_task(

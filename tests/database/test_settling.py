@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
 import db
+from config import Settings
 from db import Connection
+from queries import leases
 from queries.leases import Lease, Outcome
 from tests.support import rows, runs
 from tests.support.rows import RETRY
 from tests.support.stage import Connect
+from worker.held import Held
+from worker.settler import Settler
 from worker.settling import LARGEST_BATCH_CHARACTERS, batch_to_settle, settle_batch
 
 DONE = Outcome("succeeded", result={"text": "done"})
@@ -44,6 +54,98 @@ def test_outcomes_whose_run_or_row_is_held_wait_and_all_others_are_written(
     settled, again = settle_batch(conn, again, RETRY)
     assert (len(settled), again) == (3, [])
     assert runs.statuses(conn, held_run) == {"": "SUCCEEDED", "a": "SUCCEEDED", "b": "SUCCEEDED"}
+
+
+UNSTORABLE = {
+    "a NUL": {"text": "\0"},
+    "half a character": {"text": "\ud83d"},
+    "no JSON": {"text": {1, 2}},
+    "no number": float("nan"),
+}
+
+
+@pytest.mark.parametrize("result", UNSTORABLE.values(), ids=UNSTORABLE.keys())
+def test_an_outcome_that_cannot_be_stored_becomes_a_failure_beside_one_that_can(
+    conn: Connection, result: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, good = rows.claimed(conn).lease, rows.claimed(conn).lease
+    batch = [(bad, Outcome("succeeded", result=result)), (good, DONE)]
+    settled, again = settle_batch(conn, batch, RETRY)
+    assert again == []
+    assert {(one.task_id, one.reason) for one in settled} == {
+        (bad.task_id, "retry"),
+        (good.task_id, "succeeded"),
+    }
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert told.startswith(f"The outcome of task {bad.task_id} cannot be stored: ")
+    assert "\n" not in told, "Postgres quotes the outcome, and answers are never logged"
+    assert "its outcome could not be stored" in rows.row(conn, bad.task_id)["last_error"]
+
+
+@contextmanager
+def unwritable(conn: Connection, task_id: int) -> Iterator[None]:
+    """Let Postgres refuse whatever is written to that row."""
+    rows.sql(
+        conn,
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS"
+        " $$ BEGIN RAISE EXCEPTION 'this row is broken'; END $$;"
+        "CREATE TRIGGER broken BEFORE UPDATE ON tasks FOR EACH ROW"
+        f" WHEN (OLD.task_id = {task_id:d}) EXECUTE FUNCTION refuse()",
+    )
+    yield
+    rows.sql(conn, "DROP TRIGGER broken ON tasks; DROP FUNCTION refuse()")
+
+
+@pytest.fixture
+def settler_of(settings: Settings) -> Iterator[Callable[[Held, list[Any]], Settler]]:
+    """A settler, not started, that takes what is in the list."""
+    made: list[Settler] = []
+
+    def settler_of(held: Held, finished: list[Any]) -> Settler:
+        def take() -> list[Any]:
+            taken, finished[:] = finished[:], []
+            return taken
+
+        made.append(Settler(settings, "w", held, take, lambda: None, lambda is_any: None))
+        return made[-1]
+
+    yield settler_of
+    for one in made:
+        one._disconnect()
+
+
+def test_an_outcome_that_cannot_be_stored_nor_its_failure_is_given_up_and_delays_no_other(
+    conn: Connection,
+    connect: Connect,
+    settler_of: Callable[[Held, list[Any]], Settler],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nobody can write to such a row: its lease runs out, and it is tried from the start."""
+    claimed = [rows.claimed(conn) for _ in range(4)]
+    bad, *good, held_up = [task.lease for task in claimed]
+    run_id = runs.submit(conn, {"a": []})
+    step = runs.take(conn, run_id, "a")
+    held = Held()
+    held.add(claimed)
+    finished = [(lease, DONE) for lease in (bad, *good, step, held_up)]
+    settler = settler_of(held, finished)
+    with unwritable(conn, bad.task_id):
+        with db.transaction(connect()) as cursor:
+            cursor.execute(HOLD, {"held": [held_up.task_id]})
+            assert settler._settle_safely() is not None
+            assert [lease for lease, _ in settler._unsettled] == [held_up]
+            assert held.leases() == [held_up]  # the heartbeat renews no other
+        assert settler._settle_safely() is None  # there is nothing more to do
+        assert len(held) == 0
+    for lease in (*good, step, held_up):
+        assert rows.row(conn, lease.task_id)["status"] == "SUCCEEDED"
+    told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(told) == 2
+    assert all(f"task {bad.task_id} " in one and "this row is broken" in one for one in told)
+    assert rows.row(conn, bad.task_id)["lease_token"] == bad.token
+    rows.expire(conn, bad.task_id)
+    (reaped,) = leases.reap_tasks(conn, RETRY, 0)
+    assert (reaped.task_id, reaped.reason) == (bad.task_id, "reaped")
 
 
 def test_an_outcome_that_postgres_refuses_becomes_a_failure_beside_one_that_is_held(

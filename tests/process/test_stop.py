@@ -118,6 +118,23 @@ def test_an_idle_worker_ends_at_once(
 
 
 @pytest.mark.parametrize("stop", STOP_SIGNALS)
+@pytest.mark.parametrize("drain", [False, True])
+def test_signals_that_come_until_the_process_is_gone_do_not_change_its_exit_code(
+    processes: Processes, queue: Queue, stop: signal.Signals, drain: bool
+) -> None:
+    """Python itself needs some time to end, long after the worker has said that it has stopped."""
+    worker = processes.worker_starting(*["--drain"] * drain)
+    await_started(worker)
+    if drain:  # it is to end of its own
+        await_stopping(worker)
+    while worker.is_running():
+        worker.signal(stop)
+        time.sleep(0.001)
+    assert worker.wait() == 0
+    assert "Traceback" not in worker.log
+
+
+@pytest.mark.parametrize("stop", STOP_SIGNALS)
 def test_a_signal_at_any_instant_of_start_up_leaves_no_task_leased_and_burns_none(
     processes: Processes, fake: FakeOllama, queue: Queue, stop: signal.Signals
 ) -> None:
@@ -188,7 +205,7 @@ def test_a_task_that_is_stopped_before_its_first_step_is_handed_back_all_the_sam
     runner = Runner(settings, routes, lambda: None, lambda *_: None)
     task = ClaimedTask(Lease(1, "token"), 1, "prompt", {"prompt": "hello"}, "auto", None, 1, 1, 0)
     runner.start(task, "local")
-    runner.stop(task.lease)
+    runner.stop([task.lease])
     runner.open()  # only now: both requests are met by the same turn of its loop
     finished = eventually(runner.take_finished, what="somebody hears of this lease again")
     assert [(lease, outcome.verdict) for lease, outcome in finished] == [(task.lease, "released")]

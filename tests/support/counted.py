@@ -7,6 +7,7 @@ from typing import Any
 import db
 from db import Connection, Row
 from queries.listings import read_queue
+from tests.support import prepared
 from tests.support.rows import sql
 
 METRICS = """
@@ -93,7 +94,7 @@ def by_group(rows: list[Row]) -> dict[tuple[str, str], Row]:
 
 def check_kept(conn: Connection) -> None:
     """Raise AssertionError unless what is kept is what counting gives."""
-    kept, is_so = by_group(sql(conn, KEPT)), by_group(sql(conn, COUNTED))
+    kept, is_so = by_group(prepared.ask(conn, KEPT)), by_group(prepared.ask(conn, COUNTED))
     assert kept == is_so, f"{kept} is not {is_so}"
 
 

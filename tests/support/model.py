@@ -15,7 +15,7 @@ from decimal import Decimal
 from config import Retry
 from db import Connection, Row
 from queries.leases import ClaimedTask, Outcome
-from tests.support.rows import sql
+from tests.support import prepared
 
 FINAL = ("SUCCEEDED", "FAILED", "CANCELLED")
 FAILURES = ("failure", "permanent", "deadline")
@@ -115,7 +115,7 @@ WHERE is_kept IS NOT TRUE
 def broken_promises(conn: Connection, floor: int, retry: Retry) -> list[Row]:
     """The promises that do not hold now, of tasks with numbers above `floor`."""
     caps = {"max_retry": retry.max_retry, "max_delivery": retry.max_delivery}
-    return sql(conn, PROMISES, floor=floor, **caps)
+    return prepared.ask(conn, PROMISES, floor=floor, **caps)
 
 
 @dataclass

@@ -21,7 +21,7 @@ def held() -> Held:
 
 
 def test_what_is_settled_is_forgotten_and_what_was_lost_before_is_not_counted(held: Held) -> None:
-    assert held.drop_lost(TWO)
+    assert held.drop_lost([TWO]) == [TWO]
     held.begin_settling([ONE, TWO])
     assert held.drop_settled([ONE, TWO]) == [ONE]
     assert held.leases() == [THREE]
@@ -30,17 +30,18 @@ def test_what_is_settled_is_forgotten_and_what_was_lost_before_is_not_counted(he
 
 def test_the_heartbeat_loses_nothing_that_is_being_settled(held: Held) -> None:
     held.begin_settling([ONE])
-    assert not held.drop_lost(ONE)
+    assert held.drop_lost([ONE]) == []
     assert held.leases() == [ONE, TWO, THREE]
-    assert held.drop_lost(TWO)
-    assert not held.drop_lost(TWO)
+    assert held.drop_lost([ONE, TWO]) == [TWO]
+    assert held.drop_lost([ONE, TWO]) == []
+    assert held.leases() == [ONE, THREE]
 
 
 def test_a_lease_that_was_settled_is_not_being_settled_any_more(held: Held) -> None:
     held.begin_settling([ONE])
     held.drop_settled([ONE])
     held.add([ClaimedTask(ONE, 1, "tool", {}, "none", None, 1, 1, 0)])
-    assert held.drop_lost(ONE)
+    assert held.drop_lost([ONE]) == [ONE]
 
 
 def test_another_claim_s_lease_of_the_same_task_stays(held: Held) -> None:

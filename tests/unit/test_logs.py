@@ -13,7 +13,7 @@ import pytest
 
 from logs import FORMAT, LONGEST_TRACEBACK, LineByLine, WholeLines, line, say_all, set_up_logs
 from queries.leases import ClaimedTask, Lease, Settled
-from worker.sentences import WHAT_BECAME_OF_IT, log_claimed, log_settled
+from worker.sentences import WHAT_BECAME_OF_IT, log_claimed, log_lost, log_settled
 
 TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ")
 
@@ -171,6 +171,18 @@ def test_what_was_settled_is_logged_as_every_line_is_and_dead_letters_last(
             truncated=one.truncated or None,
         )
         for one, level in expected
+    ]
+
+
+def test_what_was_lost_is_logged_as_every_line_is(
+    logger: logging.Logger, heard: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.sentences.logger", logger)
+    log_lost([Lease(7, "t"), Lease(8, "t")], "w 1")
+    gone = "is gone: taken over, given up, or its end is written already. action=lease_lost"
+    assert [TIME.sub("", one) for one in heard.text.splitlines()] == [
+        f"WARNING The lease of task {number} {gone} task_id={number} worker='w 1'"
+        for number in (7, 8)
     ]
 
 

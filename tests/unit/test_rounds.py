@@ -119,18 +119,18 @@ def test_of_a_batch_what_was_written_is_forgotten_what_is_held_up_stays_and_what
     worker.held.add(ClaimedTask(one, 7, "tool", {}, "none", None, 1, 1, 0) for one in leases)
     for lease in leases:
         worker.runner.end(lease, done)
-    worker.held.drop_lost(lost_before)  # of which the heartbeat has told already
+    worker.held.drop_lost([lost_before])  # of which the heartbeat has told already
     settled = Settled(0, None, written.token, "SUCCEEDED", "succeeded", 1, 0, 1, 0, None, False)
     answers = [([settled], [(held_up, done)])]
     monkeypatch.setattr(settler, "_open", lambda: None)
     monkeypatch.setattr("worker.settler.settle_batch", lambda *_: answers.pop())
     told: list[Lease] = []
-    monkeypatch.setattr("worker.settler.log_lost", lambda lease, name: told.append(lease))
+    monkeypatch.setattr("worker.settler.log_lost", lambda lost, name: told.extend(lost))
     settler._settle()
     assert told == [gone]
     assert worker.held.leases() == [held_up]
     assert settler._unsettled == [(held_up, done)]
-    assert not worker.held.drop_lost(held_up)  # it is still being settled
+    assert not worker.held.drop_lost([held_up])  # it is still being settled
 
 
 def test_what_ends_while_the_settler_writes_is_written_next(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 from collections.abc import Iterator
@@ -152,3 +153,38 @@ def test_what_tries_to_end_the_loop_s_thread_does_not(
     eventually(lambda: "tried to end the runner" in caplog.text)
     runner.close()
     assert not runner._thread.is_alive()
+
+
+def test_what_has_ended_already_may_be_stopped(runner: Runner) -> None:
+    """By a heartbeat, say, which outlives the work."""
+    runner.close()
+    runner.stop([Lease(1, TOKEN)])
+    runner.drain()
+
+
+def test_many_that_are_stopped_together_wake_the_loop_once(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def endless(*_: Any) -> Outcome:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(runner, "_carry_out", endless)
+    leases = [Lease(number, "t") for number in range(500)]
+    for one in leases:
+        runner.start(ClaimedTask(one, 1, "prompt", {}, "auto", None, 1, 1, 0), "local")
+    eventually(lambda: len(runner._running) == len(leases))
+    woken: list[Any] = []
+    wake = runner._loop.call_soon_threadsafe
+    monkeypatch.setattr(
+        runner._loop, "call_soon_threadsafe", lambda *what: woken.append(what) or wake(*what)
+    )
+    runner.stop(leases[:-1])
+    runner.stop([])
+    taken: list[Finished] = []
+    eventually(lambda: taken.extend(runner.take_finished()) or len(taken) == len(leases) - 1)
+    assert len(woken) == 1
+    assert {lease for lease, _ in taken} == set(leases[:-1])
+    assert {outcome.verdict for _, outcome in taken} == {"released"}
+    monkeypatch.undo()
+    runner.close()

@@ -12,7 +12,7 @@ import pytest
 
 import api.submission
 from api.database import Database
-from api.submission import LARGEST_BATCH, SubmitWriter
+from api.submission import ENDING, LARGEST_BATCH, SubmitWriter
 from db import Answer, NewTask, Submitted
 from errors import DatabaseUnavailable, KeyReused
 
@@ -170,3 +170,59 @@ def test_what_was_handed_over_is_stored_before_the_writer_ends(store: Store) -> 
             return await asyncio.gather(*waiting)
 
     assert len(asyncio.run(submit())) == 3
+
+
+@pytest.mark.parametrize("name", [None, "a-name"])
+def test_what_comes_after_the_end_is_refused_and_nothing_of_it_stored(
+    store: Store, name: str | None
+) -> None:
+    async def submit() -> Any:
+        async with opened() as writer:
+            await asyncio.to_thread(writer.close)
+            (refused,) = await asyncio.gather(
+                asyncio.wait_for(writer.submit(task("late", name)), 10), return_exceptions=True
+            )
+            return refused
+
+    refused = asyncio.run(submit())
+    assert isinstance(refused, DatabaseUnavailable)
+    assert str(refused) == ENDING
+    assert store.batches == []
+
+
+def test_what_came_in_the_turn_of_the_loop_in_which_the_end_begins_is_stored(store: Store) -> None:
+    async def submit() -> Submitted:
+        async with opened() as writer:
+            first = asyncio.create_task(writer.submit(task("just in time")))
+            await asyncio.sleep(0)  # it has come, but was not handed over yet
+            closing = threading.Thread(target=writer.close)
+            closing.start()
+            writer._thread.join(0.2)  # in this turn the end goes as far as it can
+            await asyncio.to_thread(closing.join)
+            return await asyncio.wait_for(first, 10)
+
+    assert asyncio.run(submit()).status == "PENDING"
+    assert store.batches == [["just in time"]]
+
+
+@pytest.mark.parametrize("name", [None, "a-name"])
+def test_what_comes_while_the_last_is_written_is_refused(store: Store, name: str | None) -> None:
+    async def submit() -> list[Any]:
+        async with opened() as writer:
+            store.free.clear()
+            last = asyncio.create_task(writer.submit(task("last", name)))
+            await asyncio.to_thread(store.entered.wait, 10)
+            closing = asyncio.create_task(asyncio.to_thread(writer.close))
+            late = []
+            while not late or not isinstance(late[-1], DatabaseUnavailable):
+                late += await asyncio.gather(
+                    asyncio.wait_for(writer.submit(task("late", name)), 0.2), return_exceptions=True
+                )
+                assert len(late) < 50
+            store.free.set()
+            await closing
+            return [await last, *late]
+
+    last, *_ = asyncio.run(submit())
+    assert last.status == "PENDING"
+    assert ["last"] in store.batches

@@ -288,7 +288,7 @@ def test_a_cancelled_tool_is_told_and_not_waited_for(runner: Runner, tool: str) 
     runner.start(task, None)
     runner.start(task_of("add", {"a": 1}, number=8), None)
     assert finished(runner)[0] == 8
-    runner.stop(task.lease)
+    runner.stop([task.lease])
     assert finished(runner)[1].verdict == "released"
     if tool == "listen":
         eventually(lambda: sample_tools.SEEN == ["listen: True, True"])
