@@ -60,7 +60,7 @@ from worker.link import Link
 from worker.messages import with_message
 from worker.outputs import GIVEN_BACK_SECONDS, with_outputs
 from worker.place import Place
-from worker.sentences import log_claimed, log_lost, log_settled
+from worker.sentences import log_lost, log_noted, log_settled, note_claimed
 from worker.settler import Settler
 from worker.suspects import SuspectProcess
 from worker.tokens import Source, TokenSender, Unsent
@@ -226,9 +226,10 @@ class Worker:
         self._wants_slots = True
         while (free := self.concurrency - len(self.held)) > 0 and not self.stop_signals:
             claim = self._claim(conn, min(free, LARGEST_CLAIM))
-            log_claimed(claim.tasks, self.name)
+            note_claimed(claim.tasks, self.name)  # logged when they have begun, but before they end
             for task, route in claim.tasks:
                 self._start(conn, task, route)
+            log_noted()
             claims.note_routes(conn, claim)
             if (next_due := claim.next_due_seconds) is not None:
                 # What is overdue still is a row that somebody holds: no reason to hurry.
@@ -373,14 +374,8 @@ class Worker:
 
     def _report(self, conn: db.Connection) -> None:
         """Say that this worker lives; called by the heartbeat, on its connection."""
-        report_worker(
-            conn,
-            self.worker_id,
-            self.name,
-            self.concurrency,
-            len(self.held),
-            self.routes.paused(),
-        )
+        running, paused = len(self.held), self.routes.paused()
+        report_worker(conn, self.worker_id, self.name, self.concurrency, running, paused)
 
     def _say_goodbye(self) -> None:
         """Leave the list of workers; if that cannot be, it is forgotten after a day."""

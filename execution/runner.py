@@ -1,9 +1,10 @@
 """Carries out claimed tasks on one event loop in a thread of its own.
 
 The worker's main thread hands tasks in (`start`) and stops them (`stop`), its settler takes what
-came of them (`take_finished`); neither ever waits for a task. A tool that returns at once is called
-where its task is handed in, for a turn of the loop would take longer. Only agent jobs touch the
-database, from their own threads and over connections of their own; no other task does.
+came of them (`take_finished`); neither ever waits for a task. Where a task is handed in, a tool
+that returns at once is called, and the thread of any other function begun, for a turn of the loop
+would take longer; the loop only waits for it. Only agent jobs touch the database, from their own
+threads and over connections of their own; no other task does.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from config import Settings
 from execution.backends import backend_of
@@ -26,6 +28,7 @@ from execution.refusals import MOST_REFUSALS, Refusals
 from execution.routes import ROUTES, Routes
 from execution.text import error_text
 from execution.tool import ToolCalls
+from execution.tools.threads import Thread
 from logs import say
 from queries.leases import ClaimedTask, Lease, Outcome, Verdict
 
@@ -63,7 +66,7 @@ class Runner:
         self._on_piece = on_piece
         self._on_route = on_route
         self._finished: deque[Finished] = deque()
-        self._to_begin: deque[tuple[ClaimedTask, str | None]] = deque()
+        self._to_begin: deque[tuple[ClaimedTask, str | None, Thread[Any] | None]] = deque()
         self._is_waking = False
         self._running: dict[Lease, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
@@ -96,10 +99,11 @@ class Runner:
 
     def start(self, task: ClaimedTask, route: str | None) -> None:
         """Begin `task`; its outcome will be among the finished, at once if it takes no time."""
-        if task.kind == "tool" and (outcome := self._tools.run_at_once(task)) is not None:
-            self.end(task.lease, outcome)
+        begun = self._tools.begin(task, self._loop) if task.kind == "tool" else None
+        if isinstance(begun, Outcome):
+            self.end(task.lease, begun)
             return
-        self._to_begin.append((task, route))
+        self._to_begin.append((task, route, begun))
         if not self._is_waking:  # of many that are started together, the first wakes the loop
             self._is_waking = True
             self._loop.call_soon_threadsafe(self._begin_all)
@@ -147,8 +151,8 @@ class Runner:
     def _begin_all(self) -> None:
         self._is_waking = False
         while self._to_begin:
-            task, route = self._to_begin.popleft()
-            self._running[task.lease] = self._loop.create_task(self._run(task, route))
+            task, route, begun = self._to_begin.popleft()
+            self._running[task.lease] = self._loop.create_task(self._run(task, route, begun))
 
     def _cancel(self, leases: Sequence[Lease]) -> None:
         for lease in leases:
@@ -156,11 +160,11 @@ class Runner:
                 # After its first step: a coroutine cancelled before that never runs, nor reports.
                 self._loop.call_soon(running.cancel)
 
-    async def _run(self, task: ClaimedTask, route: str | None) -> None:
+    async def _run(self, task: ClaimedTask, route: str | None, begun: Thread[Any] | None) -> None:
         seconds = task.timeout_seconds or self._settings.worker.task_timeout_seconds
         try:
             async with asyncio.timeout(seconds):
-                outcome = await self._carry_out(task, route)
+                outcome = await self._carry_out(task, route, begun)
         except TimeoutError:
             outcome = Outcome("deadline", error=f"it ran longer than {seconds:g} s", route=route)
         except asyncio.CancelledError:
@@ -173,12 +177,14 @@ class Runner:
         self._running.pop(task.lease, None)
         self.end(task.lease, outcome)
 
-    async def _carry_out(self, task: ClaimedTask, route: str | None) -> Outcome:
+    async def _carry_out(
+        self, task: ClaimedTask, route: str | None, begun: Thread[Any] | None
+    ) -> Outcome:
         """The handler's outcome; whatever it raises becomes one too."""
         max_bytes = self._settings.limits.max_error_bytes
         began = self._refusals.begin()
         try:
-            outcome = await self._handler(task, route)
+            outcome = await self._handler(task, route, begun)
         except Outage as ended:
             if self._is_refused_for_its_own_sake(task, route, ended):
                 times = f"more than {MOST_REFUSALS} times, while it answers other prompts"
@@ -236,12 +242,14 @@ class Runner:
             return False
         return self._refusals.is_to_blame(route, task.task_id, by_overload=not ended.alarm)
 
-    def _handler(self, task: ClaimedTask, route: str | None) -> Awaitable[Outcome]:
+    def _handler(
+        self, task: ClaimedTask, route: str | None, begun: Thread[Any] | None
+    ) -> Awaitable[Outcome]:
         if task.kind == "prompt" and route is not None:
             tell = partial(self._on_piece, task, None)
             return run_prompt(task, route, self._backends[route], self._settings, tell)
         if task.kind == "tool":
-            return self._tools.run(task)
+            return self._tools.run(task, begun)
         if task.kind == "agent" and route is not None:
             return self._jobs.run(task, route, self._backends[route])
         if task.kind == "callback":

@@ -15,7 +15,7 @@ from execution.tools.context import PermanentError, ToolContext
 from execution.tools.functions import MOST_BYTES_AT_ONCE, FunctionTool
 from execution.tools.registry import Registry, Tool
 from execution.tools.results import is_plain
-from execution.tools.threads import in_thread
+from execution.tools.threads import Thread, in_thread
 from queries.leases import ClaimedTask, Outcome
 from runs.templates import TemplateError, fill
 
@@ -32,42 +32,48 @@ class ToolCalls:
         self._most_bytes_at_once = min(MOST_BYTES_AT_ONCE, settings.limits.max_result_bytes)
         self._left_behind: set[asyncio.Task[Any]] = set()  # asyncio holds tasks by weak references
 
-    def run_at_once(self, task: ClaimedTask) -> Outcome | None:
-        """The outcome of a call that takes no time; None: it has to be made by `run`.
+    def begin(
+        self, task: ClaimedTask, loop: asyncio.AbstractEventLoop
+    ) -> Outcome | Thread[Any] | None:
+        """The outcome of a call that takes no time, or the thread that makes one already, for
+        `run` to await on `loop`; None: `run` has something to do before the call.
 
         On any thread.
         """
         try:
             tool, args = self._registry.find(task.payload["tool"]), task.payload["args"]
-            if not isinstance(tool, FunctionTool) or not tool.returns_at_once:
+            if not isinstance(tool, FunctionTool) or not isinstance(args, Mapping):
                 return None
             if task.run_id is not None:
                 if not is_plain(args, MOST_BYTES_AT_ONCE):
                     return None
                 args = fill(args, task.outputs, MOST_BYTES_AT_ONCE)
-            result = tool.function(**args)
-            if is_plain(result, self._most_bytes_at_once):
-                return Outcome("succeeded", result=result)
+            if tool.returns_at_once:
+                result = tool.function(**args)
+                if is_plain(result, self._most_bytes_at_once):
+                    return Outcome("succeeded", result=result)
+            return tool.begin(args, self._context_of(task), loop)
         except Exception:  # whatever is wrong, the way that all calls go will tell it
             return None
-        return None
 
-    async def run(self, task: ClaimedTask) -> Outcome:
-        """Call the tool of a task; raises the errors of execution/errors.py.
+    async def run(self, task: ClaimedTask, thread: Thread[Any] | None = None) -> Outcome:
+        """Call the tool of a task, unless `thread` does; raises the errors of execution/errors.py.
 
         When this is cancelled it ends at once: the tool is told, and nobody waits until it listens.
         """
-        tool, args = await self._read(task)
-        context = ToolContext(_key_of(task), task.attempt, task.task_id, self._settings)
-        if isinstance(tool, FunctionTool):
-            result, error = await tool.begin(args, context).outcome()
-        else:
-            result, error = await self._call(tool, args, context)
+        result, error = await (self._make(task) if thread is None else thread.outcome())
         if error is not None:
             # Its text is of the tool's making, too.
             verdict = partial(self._verdict, task, error)
             raise await in_thread(f"error of task {task.task_id}", verdict)
         return Outcome("succeeded", result=result)
+
+    async def _make(self, task: ClaimedTask) -> tuple[Any, BaseException | None]:
+        """What the tool returned or raised."""
+        tool, args = await self._read(task)
+        if isinstance(tool, FunctionTool):
+            return await tool.begin(args, self._context_of(task)).outcome()
+        return await self._call(tool, args, self._context_of(task))
 
     async def _call(
         self, tool: Tool, args: Mapping[str, Any], context: ToolContext
@@ -87,6 +93,9 @@ class ToolCalls:
 
     async def close(self) -> None:
         await self._registry.close()
+
+    def _context_of(self, task: ClaimedTask) -> ToolContext:
+        return ToolContext(_key_of(task), task.attempt, task.task_id, self._settings)
 
     async def _read(self, task: ClaimedTask) -> tuple[Tool, Mapping[str, Any]]:
         name, args = task.payload.get("tool"), task.payload.get("args")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import db
@@ -56,8 +56,10 @@ class TokenSender(threading.Thread):
         self._all_sent = threading.Event()
         self._conn: db.Connection | None = None
 
-    def watch(self, root_ids: Iterable[int]) -> None:
+    def watch(self, root_ids: Sequence[int]) -> None:
         """Somebody watches these roots: send their pieces for a while."""
+        if not root_ids:
+            return
         until = time.monotonic() + WATCHED_SECONDS
         with self._lock:
             now = time.monotonic()

@@ -57,17 +57,25 @@ class FunctionTool:
         """The function's result, storable; raises what the function raises, and Permanent."""
         return await self.begin(args, context).result()
 
-    def begin(self, args: Mapping[str, Any], context: ToolContext) -> Thread[Any]:
-        """Such a call, in its thread. When nobody waits for it any more, the function is told."""
-        loop = OwnLoop()
+    def begin(
+        self,
+        args: Mapping[str, Any],
+        context: ToolContext,
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> Thread[Any]:
+        """Such a call, in its thread. When nobody waits for it any more, the function is told.
+
+        On any thread, if `loop` is the one that waits for it.
+        """
+        own = OwnLoop()
 
         def stop() -> None:
             context.cancel()
-            loop.cancel()
+            own.cancel()
 
         title = f"tool {self.name} of task {context.task_id}"
-        call = partial(self._call, args, context, loop)
-        return Thread(title, call, on_cancel=stop, afterwards=loop.close)
+        call = partial(self._call, args, context, own)
+        return Thread(title, call, on_cancel=stop, afterwards=own.close, loop=loop)
 
     def _call(self, args: Mapping[str, Any], context: ToolContext, loop: OwnLoop) -> Any:
         values = self._read(args, context)

@@ -76,7 +76,7 @@ def _nothing() -> None:
 
 
 class Thread(Generic[T]):
-    """One call, already begun. Belongs to the event loop that made it.
+    """One call, already begun. Belongs to an event loop: to that which runs here, or to `loop`.
 
     `on_cancel` is called by that loop when nobody waits for the result any more, `afterwards` by
     the thread when the result is on its way. `is_last`: in a thread that begins and ends with it.
@@ -89,12 +89,13 @@ class Thread(Generic[T]):
         on_cancel: Callable[[], None] = _nothing,
         afterwards: Callable[[], None] = _nothing,
         is_last: bool = False,
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self._name = name
         self._function = function
         self._on_cancel = on_cancel
         self._afterwards = afterwards
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop or asyncio.get_running_loop()
         self._ended: asyncio.Future[tuple[Any, BaseException | None]] = self._loop.create_future()
         self._is_running = True
         _Caller.begin(name, self._run, is_last)

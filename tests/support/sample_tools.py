@@ -186,6 +186,11 @@ def fail_slowly() -> NoReturn:
     raise Slow
 
 
+def note(what: int) -> None:
+    """Tell that it was called."""
+    SEEN.append(f"note: {what}")
+
+
 def die() -> None:
     """Take the whole worker along."""
     os._exit(7)

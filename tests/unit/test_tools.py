@@ -23,6 +23,7 @@ from execution.runner import Finished, Runner
 from execution.tool import ToolCalls
 from execution.tools import ToolContext
 from execution.tools.functions import FunctionTool, load_function
+from execution.tools.threads import Thread, _Caller
 from queries.leases import ClaimedTask, Lease, Outcome
 from runs.templates import Reference, fill
 from scheduler import decide_route
@@ -34,7 +35,7 @@ TOKEN = "00000000-0000-4000-8000-000000000000"
 SAMPLES = [
     "add", "add_async", "typed", "numbers", "counted", "told", "greet", "decorated", "give", "fail",
     "fail_async", "cancel_itself", "exit_from_a_task_of_its_own", "listen", "deaf", "deaf_async",
-    "block", "marked", "leave_a_task_behind", "fail_slowly",
+    "block", "marked", "note", "leave_a_task_behind", "fail_slowly",
 ]  # fmt: skip
 SETTINGS = settings_for(
     "postgresql://nobody@nowhere/none",
@@ -61,6 +62,15 @@ async def outcome_of(task: ClaimedTask, settings: Settings = SETTINGS) -> Outcom
         return await calls.run(task)
     finally:
         await calls.close()
+
+
+async def begun_and_outcome(
+    task: ClaimedTask, settings: Settings = SETTINGS
+) -> tuple[Outcome | Thread[Any] | None, Outcome]:
+    """What is there when a call was begun, and what comes of it."""
+    calls = ToolCalls(settings)
+    begun = calls.begin(task, asyncio.get_running_loop())
+    return begun, begun if isinstance(begun, Outcome) else await calls.run(task, begun)
 
 
 def call(tool: Any, settings: Settings = SETTINGS, **args: Any) -> Any:
@@ -345,16 +355,17 @@ def test_only_a_small_call_of_echo_is_made_without_a_thread(
     args: dict[str, Any], is_quick: bool
 ) -> None:
     with_room = settings_for("postgresql://nobody@nowhere/none")
-    calls = ToolCalls(with_room)
-    outcome = calls.run_at_once(task_of("echo", args))
-    assert (outcome is not None) == is_quick
-    assert (outcome or asyncio.run(outcome_of(task_of("echo", args), with_room))).result == args
-    assert calls.run_at_once(task_of("sleep", {"seconds": 0})) is None
+    begun, outcome = asyncio.run(begun_and_outcome(task_of("echo", args), with_room))
+    assert isinstance(begun, Outcome if is_quick else Thread)
+    assert outcome.result == args
+    begun, _ = asyncio.run(begun_and_outcome(task_of("sleep", {"seconds": 0}), with_room))
+    assert isinstance(begun, Thread)
 
 
 def test_a_call_whose_arguments_have_to_be_read_needs_a_thread_though_it_returns_at_once() -> None:
-    assert ToolCalls(SETTINGS).run_at_once(task_of("marked", {"number": 5})) is None
-    assert call("marked", number=5) == 5
+    begun, outcome = asyncio.run(begun_and_outcome(task_of("marked", {"number": 5})))
+    assert isinstance(begun, Thread)
+    assert outcome.result == 5
     assert "number: " in refused("marked", number="5")
 
 
@@ -369,6 +380,68 @@ def test_a_call_that_takes_no_time_has_ended_when_it_was_begun(
     assert [outcome.result for _, outcome in runner.take_finished()] == [{"a": 1}, {"a": 40}]
     assert rings == ["rung", "rung"]
     assert runner.take_finished() == []
+
+
+def test_a_function_is_called_though_the_loop_has_no_time_to_begin_anything(
+    runner: Runner,
+) -> None:
+    runner._loop.call_soon_threadsafe(sample_tools.RELEASED.wait)
+    runner.start(task_of("note", {"what": 1}), None)
+    runner.start(step_of("note", {"what": "{{ n.output }}"}, {Reference("n"): 2}), None)
+    eventually(lambda: sorted(sample_tools.SEEN) == ["note: 1", "note: 2"])
+    assert runner.take_finished() == []
+    sample_tools.RELEASED.set()
+    eventually(lambda: len(runner._finished) == 2)
+    assert len(sample_tools.SEEN) == 2  # and by nobody else
+
+
+def test_a_stop_reaches_a_tool_that_began_before_the_loop_knew_of_it(runner: Runner) -> None:
+    def is_called() -> bool:
+        return any("task 7" in one.name for one in threading.enumerate())
+
+    released = threading.Event()
+    runner._loop.call_soon_threadsafe(released.wait)
+    task = task_of("listen", {})
+    runner.start(task, None)
+    assert is_called()
+    runner.stop(task.lease)
+    released.set()
+    assert finished(runner)[1].verdict == "released"
+    eventually(lambda: not is_called())
+
+
+def test_a_thread_that_cannot_begin_fails_its_task_and_nobody_else(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_Caller, "begin", refuse)
+        runner.start(task_of("add", {"a": 1}), None)
+        outcome = finished(runner)[1]
+    assert outcome.verdict == "failure"
+    assert "can't start new thread" in (outcome.error or "")
+    runner.start(task_of("add", {"a": 1}, number=8), None)
+    assert finished(runner)[1].result == 3
+
+
+@pytest.mark.parametrize(
+    ("tool", "args", "verdict"),
+    [
+        ("add", None, "permanent"),
+        ("add", [1], "permanent"),
+        ("add", {"a": "{{ n.output }}"}, "permanent"),
+        ("add", {"a": "{{"}, "permanent"),
+        ("nobody", {}, "failure"),
+        (7, {}, "failure"),
+    ],
+)
+def test_what_cannot_begin_at_once_is_told_by_the_way_that_all_calls_go(
+    runner: Runner, tool: Any, args: Any, verdict: str
+) -> None:
+    runner.start(step_of(tool, args, {}), None)
+    assert finished(runner)[1].verdict == verdict
 
 
 @pytest.mark.parametrize("text", ["x", "\u20ac", "\n"])
@@ -391,10 +464,11 @@ def test_large_arguments_are_filled_in_by_nobody_that_others_wait_for(
 ) -> None:
     begun: list[Any] = []
     monkeypatch.setattr("execution.tool.fill", lambda args, *_: begun.append(args) or args)
-    calls = ToolCalls(SETTINGS)
+    calls, no_loop = ToolCalls(SETTINGS), asyncio.new_event_loop()
+    no_loop.close()
     for pad, times in (("x", 1), ("x" * 3000, 0)):
         begun.clear()
-        calls.run_at_once(step_of("echo", {"a": "{{ n.output }}", "pad": pad}, {}))
+        calls.begin(step_of("echo", {"a": "{{ n.output }}", "pad": pad}, {}), no_loop)
         assert len(begun) == times
 
 
