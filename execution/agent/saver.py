@@ -8,6 +8,10 @@ graph itself comes with the row that people are shown.
 Postgres begins with a message when it has the whole of it, and such a message is one transaction: a
 process that is frozen, wherever that is, holds no row. The door is a private method:
 langgraph-checkpoint-postgres is pinned to 3.2.
+
+What a checkpoint follows at once waits for it, to be one message with it: the writes of a node that
+ran alone, and LangGraph's own checkpoint before the first node. A node still begins when all that
+was before it is committed.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Self, TypeVar
@@ -27,12 +31,14 @@ import psycopg
 import psycopg.errors
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import (
+    WRITES_IDX_MAP,
     ChannelVersions,
     Checkpoint,
     CheckpointMetadata,
     CheckpointTuple,
 )
 from langgraph.checkpoint.postgres import PostgresSaver
+from langgraph.constants import START
 from langgraph.types import Send
 from psycopg import ClientCursor
 from psycopg.abc import PQGen
@@ -51,6 +57,9 @@ from queries.leases import ClaimedTask
 __all__ = ["CheckpointPool", "FencedSaver", "open_pool", "shown"]
 
 Result = TypeVar("Result")
+
+TASKS = "__pregel_tasks"  # LangGraph's channel of Sends
+NODE_PATH = "~__pregel_pull, "  # where a task stands that is a node, and no Send or call of one
 
 
 class Connection(psycopg.Connection[DictRow]):
@@ -168,26 +177,30 @@ class _Reader(ClientCursor[DictRow]):
 LONGEST_MESSAGE = 2**30 - 6  # bytes; behind a longer one Postgres hangs up
 
 
+Statement = tuple[str, list[Any]]  # and for which values it is run
+
+
 class _Writer:
     """What LangGraph writes with: it keeps the statements until all of them are sent."""
 
     def __init__(self) -> None:
-        self._statements: list[tuple[str, list[Any]]] = []  # and for which values each is run
+        self.statements: list[Statement] = []
 
     def execute(self, query: str, params: Any = None) -> None:
-        self._statements.append((query, [params]))
+        self.statements.append((query, [params]))
 
     def executemany(self, query: str, params_seq: Iterable[Any]) -> None:
-        self._statements.append((query, list(params_seq)))
+        self.statements.append((query, list(params_seq)))
 
-    def send(self, conn: Connection) -> None:
-        """One message, which is one transaction."""
-        with ClientCursor(conn) as cursor:
-            texts = chain.from_iterable(_texts(cursor, *each) for each in self._statements)
-            message = (conn.limits + ";".join(texts)).encode()
-            if len(message) > LONGEST_MESSAGE:
-                raise ValueError(f"{len(message)} bytes are more than Postgres takes at once")
-            cursor.execute(message)
+
+def _send(conn: Connection, statements: Sequence[Statement]) -> None:
+    """One message, which is one transaction."""
+    with ClientCursor(conn) as cursor:
+        texts = chain.from_iterable(_texts(cursor, *each) for each in statements)
+        message = (conn.limits + ";".join(texts)).encode()
+        if len(message) > LONGEST_MESSAGE:
+            raise ValueError(f"{len(message)} bytes are more than Postgres takes at once")
+        cursor.execute(message)
 
 
 ADDS_ROWS = re.compile(r"(INSERT INTO [^%]* VALUES )(\([%s, ]*\))( ON CONFLICT [^%]* DO NOTHING)")
@@ -223,6 +236,9 @@ class FencedSaver(PostgresSaver):
         self._max_state_bytes = max_state_bytes
         self.raised: list[Exception] = []  # here, and not by a node
         self._in_this_thread = threading.local()  # LangGraph writes from several
+        self._held_lock = threading.Lock()
+        self._held: list[Statement] = []  # that go with the next message
+        self._one_runs_from = ""  # the checkpoint behind which one node alone runs
 
     def get_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
         """The checkpoint that the job goes on from; those it makes from now on are newer."""
@@ -239,14 +255,43 @@ class FencedSaver(PostgresSaver):
         new_versions: ChannelVersions,
     ) -> RunnableConfig:
         """Save a checkpoint; one of the graph itself, not of a graph in it, with what is shown."""
-        if config["configurable"].get("checkpoint_ns", "") == "":
-            self._in_this_thread.state = self._state(config, checkpoint)
+        this = self._in_this_thread
+        values = checkpoint["channel_values"]
         try:
-            values = {k: _storable(v) for k, v in checkpoint["channel_values"].items()}
-            fit: Checkpoint = {**checkpoint, "channel_values": values}
-            return super().put(config, fit, metadata, new_versions)
+            if config["configurable"].get("checkpoint_ns", "") == "":
+                this.state = state = self._state(config, checkpoint)
+                this.holds = state["next_nodes"] == [START]
+                self._one_runs_from = checkpoint["id"] if _is_one_task(state, values) else ""
+            fit = {k: _storable(v) for k, v in values.items()}
+            return super().put(
+                config, {**checkpoint, "channel_values": fit}, metadata, new_versions
+            )
         finally:
-            self._in_this_thread.state = None
+            this.state, this.holds = None, False
+
+    def put_writes(
+        self,
+        config: RunnableConfig,
+        writes: Sequence[tuple[str, Any]],
+        task_id: str,
+        task_path: str = "",
+    ) -> None:
+        """Save what a node wrote: at once, if others run beside it or it has not ended well."""
+        this = self._in_this_thread
+        this.holds = (
+            config["configurable"]["checkpoint_id"] == self._one_runs_from
+            and task_path.startswith(NODE_PATH)
+            and not any(channel in WRITES_IDX_MAP for channel, _ in writes)
+        )
+        try:
+            super().put_writes(config, writes, task_id, task_path)
+        finally:
+            this.holds = False
+
+    def flush(self) -> None:
+        """Send what waits for a checkpoint."""
+        if self._held:
+            self._send([])
 
     def _state(self, config: RunnableConfig, checkpoint: Checkpoint) -> dict[str, Any]:
         values = checkpoint["channel_values"]
@@ -269,16 +314,26 @@ class FencedSaver(PostgresSaver):
     def _cursor(self, *, pipeline: bool = False) -> Iterator[Any]:
         """What LangGraph reads with or, with `pipeline`, writes with: sent when the block ends."""
         if not pipeline:
+            self.flush()
             with self._connection() as conn, _Reader(conn) as reader:
                 yield reader
             return
+        this = self._in_this_thread
         writer = _Writer()
-        writer.execute(HOLD_LEASE, self._fence)
         yield writer
-        if (state := getattr(self._in_this_thread, "state", None)) is not None:
+        if (state := getattr(this, "state", None)) is not None:
             writer.execute(SHOW_STATE, state)
+        if getattr(this, "holds", False):
+            with self._held_lock:
+                self._held += writer.statements
+        else:
+            self._send(writer.statements)
+
+    def _send(self, statements: Sequence[Statement]) -> None:
+        with self._held_lock:
+            held, self._held = self._held, []
         with self._connection() as conn:
-            writer.send(conn)
+            _send(conn, [(HOLD_LEASE, [self._fence]), *held, *statements])
 
     @contextmanager
     def _connection(self) -> Iterator[Connection]:
@@ -348,15 +403,20 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
+def _is_one_task(state: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+    """Whether one node, and that once, is to run behind a checkpoint."""
+    return len(state["next_nodes"]) == 1 and not values.get(TASKS)
+
+
 def next_nodes(values: Mapping[str, Any]) -> list[str]:
     """The nodes that are to run behind a checkpoint with these channels, as LangGraph finds them.
 
     An edge or a branch to a node is a channel `branch:to:node`, several that meet are one
     `join:a+b:node`; where the node is deferred, the value comes with whether its time has come.
     """
-    found = {send.node for send in values.get("__pregel_tasks", ()) if isinstance(send, Send)}
+    found = {send.node for send in values.get(TASKS, ()) if isinstance(send, Send)}
     for channel, value in values.items():
-        if channel == "__start__":
+        if channel == START:
             found.add(channel)
         elif channel.startswith("branch:to:") and not _is_deferred(value):
             found.add(channel.removeprefix("branch:to:"))
