@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any, Self, TypeVar
 
@@ -227,7 +227,9 @@ class FencedSaver(PostgresSaver):
         task: ClaimedTask,
         graph_version: str,
         max_state_bytes: int = MOST_BYTES,
+        is_new: bool = False,
     ) -> None:
+        """`is_new`: the job has no checkpoint, which the one who holds its lease can know."""
         super().__init__(pool)  # type: ignore[arg-type]  # a pool of a subclass
         self._pool = pool
         self._task_id = task.task_id
@@ -235,6 +237,8 @@ class FencedSaver(PostgresSaver):
         self._graph_version = graph_version
         self._max_state_bytes = max_state_bytes
         self.raised: list[Exception] = []  # here, and not by a node
+        self.ended_with: Mapping[str, Any] | None = None  # the graph's channels at its end
+        self._is_new = is_new
         self._in_this_thread = threading.local()  # LangGraph writes from several
         self._held_lock = threading.Lock()
         self._held: list[Statement] = []  # that go with the next message
@@ -242,6 +246,8 @@ class FencedSaver(PostgresSaver):
 
     def get_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
         """The checkpoint that the job goes on from; those it makes from now on are newer."""
+        if self._is_new:
+            return None
         found = super().get_tuple(config)
         if found is not None:
             go_on_behind(found.checkpoint["id"])
@@ -256,16 +262,18 @@ class FencedSaver(PostgresSaver):
     ) -> RunnableConfig:
         """Save a checkpoint; one of the graph itself, not of a graph in it, with what is shown."""
         this = self._in_this_thread
-        values = checkpoint["channel_values"]
+        this.state, values = None, checkpoint["channel_values"]
         try:
             if config["configurable"].get("checkpoint_ns", "") == "":
                 this.state = state = self._state(config, checkpoint)
-                this.holds = state["next_nodes"] == [START]
+                this.holds, self._is_new = state["next_nodes"] == [START], False
                 self._one_runs_from = checkpoint["id"] if _is_one_task(state, values) else ""
             fit = {k: _storable(v) for k, v in values.items()}
-            return super().put(
-                config, {**checkpoint, "channel_values": fit}, metadata, new_versions
-            )
+            saved: Checkpoint = {**checkpoint, "channel_values": fit}
+            config_of_saved = super().put(config, saved, metadata, new_versions)
+            if this.state is not None and not this.state["next_nodes"]:
+                self.ended_with = values
+            return config_of_saved
         finally:
             this.state, this.holds = None, False
 
@@ -287,6 +295,16 @@ class FencedSaver(PostgresSaver):
             super().put_writes(config, writes, task_id, task_path)
         finally:
             this.holds = False
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The block in which the graph runs: what waits for a checkpoint is sent if none comes."""
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):  # it was found out too late to be told
+                self.flush()
+            raise
 
     def flush(self) -> None:
         """Send what waits for a checkpoint."""
