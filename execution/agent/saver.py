@@ -17,18 +17,14 @@ was before it is committed.
 from __future__ import annotations
 
 import json
-import math
 import re
 import threading
-import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
-from typing import Any, Self, TypeVar
+from typing import Any
 
-import psycopg
-import psycopg.errors
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import (
     WRITES_IDX_MAP,
@@ -41,137 +37,25 @@ from langgraph.checkpoint.postgres import PostgresSaver
 from langgraph.constants import START
 from langgraph.types import Send
 from psycopg import ClientCursor
-from psycopg.abc import PQGen
-from psycopg.rows import DictRow, dict_row
-from psycopg_pool import ConnectionPool
 
-from config import DatabaseSettings, Settings
-from connection import TOO_LARGE_CLASS, local_timeouts
-from errors import DatabaseUnavailable, LeaseLost, OrchestratorError, SchemaOutdated
+from errors import OrchestratorError, SchemaOutdated
 from execution.agent.clock import go_on_behind
+from execution.agent.connections import (
+    CheckpointPool,
+    Connection,
+    Reader,
+    in_plain_words,
+    open_pool,
+)
 from execution.agent.shown import MOST_BYTES, shown
 from pool import looks_alive
-from queries.jobs import HOLD_LEASE, LEASE_IS_GONE, READ_TABLES_VERSION, SHOW_STATE
+from queries.jobs import HOLD_LEASE, READ_TABLES_VERSION, SHOW_STATE
 from queries.leases import ClaimedTask
 
 __all__ = ["CheckpointPool", "FencedSaver", "open_pool", "shown"]
 
-Result = TypeVar("Result")
-
 TASKS = "__pregel_tasks"  # LangGraph's channel of Sends
 NODE_PATH = "~__pregel_pull, "  # where a task stands that is a node, and no Send or call of one
-
-
-class Connection(psycopg.Connection[DictRow]):
-    """A connection that gives up a server that says nothing, as those of connection.py do."""
-
-    settings = DatabaseSettings()
-
-    @property
-    def limits(self) -> str:
-        """Those of a transaction, as the first statements of its message."""
-        settings = self.settings
-        return local_timeouts(settings.lock_timeout_seconds, settings.reply_timeout_seconds)
-
-    def wait(self, gen: PQGen[Result], *args: Any, **named: Any) -> Result:
-        try:
-            return super().wait(self._within(gen), *args, **named)
-        except _Silent:
-            self.pgconn.finish()
-            seconds = self.settings.reply_timeout_seconds
-            raise psycopg.OperationalError(f"no reply from Postgres in {seconds:g} s") from None
-
-    def _within(self, gen: PQGen[Result]) -> PQGen[Result]:
-        """The same generator, until the server was silent for too long."""
-        ends = time.monotonic() + self.settings.reply_timeout_seconds
-        try:
-            awaited = next(gen)
-            while True:
-                ready = yield awaited  # also when a moment has passed in which nothing came
-                if time.monotonic() >= ends:
-                    raise _Silent
-                awaited = gen.send(ready)
-        except StopIteration as ended:
-            result: Result = ended.value
-            return result
-
-
-class _Silent(Exception):
-    """The server has not replied in time."""
-
-
-CheckpointPool = ConnectionPool[Connection]
-
-
-def open_pool(settings: Settings) -> CheckpointPool:
-    """A pool for the savers of one process. It connects when a connection is asked for."""
-    database = settings.database
-
-    class Configured(Connection):
-        pass
-
-    Configured.settings = database
-    return ConnectionPool(
-        settings.database_url,
-        connection_class=Configured,
-        min_size=0,
-        max_size=settings.agents.pool_size,
-        timeout=database.pool_wait_seconds,
-        # One that asks anew after this makes it try anew, however long the server was away.
-        reconnect_timeout=database.pool_wait_seconds / 2,
-        open=True,
-        name="checkpoints",
-        kwargs={
-            "autocommit": True,
-            "row_factory": dict_row,
-            "prepare_threshold": None,
-            "application_name": "orchestrator checkpoints",
-            "client_encoding": "utf8",
-            "connect_timeout": math.ceil(database.connect_timeout_seconds),
-            "keepalives_idle": 10,
-            "keepalives_interval": 3,
-            "keepalives_count": 3,
-            "tcp_user_timeout": 15_000,
-        },
-    )
-
-
-# Answers of Postgres that say nothing about the statement: see connection.UNAVAILABLE.
-UNAVAILABLE = (
-    psycopg.OperationalError,
-    psycopg.InterfaceError,
-    psycopg.errors.ReadOnlySqlTransaction,
-)
-
-
-@contextmanager
-def _in_plain_words() -> Iterator[None]:
-    """Turn the driver's ways to say "not now" into DatabaseUnavailable, and the fence's into
-    LeaseLost."""
-    try:
-        yield
-    except psycopg.Error as failed:
-        sqlstate = failed.sqlstate or ""
-        if sqlstate == LEASE_IS_GONE:
-            raise LeaseLost from None
-        if not isinstance(failed, UNAVAILABLE) or sqlstate.startswith(TOO_LARGE_CLASS):
-            raise
-        reason = str(failed).strip().split("\n")[0] or type(failed).__name__
-        raise DatabaseUnavailable(f"the database cannot be used now: {reason}") from failed
-
-
-class _Reader(ClientCursor[DictRow]):
-    """What LangGraph reads with: each statement is one message and one transaction."""
-
-    def __init__(self, connection: Connection) -> None:
-        super().__init__(connection)
-        self.limits = connection.limits
-
-    def execute(self, query: Any, params: Any = None, **named: Any) -> Self:
-        super().execute(self.limits + query, params, **named)
-        while self.nextset():
-            pass
-        return self
 
 
 LONGEST_MESSAGE = 2**30 - 6  # bytes; behind a longer one Postgres hangs up
@@ -333,7 +217,7 @@ class FencedSaver(PostgresSaver):
         """What LangGraph reads with or, with `pipeline`, writes with: sent when the block ends."""
         if not pipeline:
             self.flush()
-            with self._connection() as conn, _Reader(conn) as reader:
+            with self._connection() as conn, Reader(conn) as reader:
                 yield reader
             return
         this = self._in_this_thread
@@ -357,7 +241,7 @@ class FencedSaver(PostgresSaver):
     def _connection(self) -> Iterator[Connection]:
         """The job's only one at this moment; no server has said goodbye to it."""
         try:
-            with _in_plain_words(), self.lock:
+            with in_plain_words(), self.lock:
                 conn = self._live_connection()
                 try:
                     _require_tables(self._pool, conn)
@@ -383,7 +267,7 @@ def _require_tables(pool: CheckpointPool, conn: Connection) -> None:
     """SchemaOutdated if LangGraph's tables are not those that its installed package writes to."""
     if pool in _looked_at:
         return
-    row = _Reader(conn).execute(READ_TABLES_VERSION).fetchone()
+    row = Reader(conn).execute(READ_TABLES_VERSION).fetchone()
     found, wanted = row and row["version"], len(PostgresSaver.MIGRATIONS) - 1
     if found != wanted:
         raise SchemaOutdated(
