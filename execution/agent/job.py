@@ -122,8 +122,14 @@ class Job:
             return self._succeeded({**self._defaults(), **newest["state"]})  # it had ended before
         graph = self._graph()
         most = self.shared.settings.limits.max_result_bytes
-        is_new = newest is None
-        saver = FencedSaver(self.shared.checkpoints, self.task, graph.version, most, is_new)
+        saver = FencedSaver(
+            self.shared.checkpoints,
+            self.task,
+            graph.version,
+            most,
+            is_new=newest is None,
+            keeps_writes=not graph.is_saved_as_it_is,
+        )
         compiled = graph.with_saver(saver)
         config: RunnableConfig = {
             "configurable": {"thread_id": str(self.task.task_id)},

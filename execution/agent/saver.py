@@ -9,9 +9,10 @@ Postgres begins with a message when it has the whole of it, and such a message i
 process that is frozen, wherever that is, holds no row. The door is a private method:
 langgraph-checkpoint-postgres is pinned to 3.2.
 
-What a checkpoint follows at once waits for it, to be one message with it: the writes of a node that
-ran alone, and LangGraph's own checkpoint before the first node. A node still begins when all that
-was before it is committed.
+LangGraph's own checkpoint before the first node, and what a node wrote that ran alone, are followed
+by a checkpoint at once, and wait for it. The writes of a node are for the case that no checkpoint
+follows: they are sent then, and else, behind their checkpoint, nobody would read them. So a node is
+one transaction, and the next begins when that is committed.
 """
 
 from __future__ import annotations
@@ -112,21 +113,25 @@ class FencedSaver(PostgresSaver):
         graph_version: str,
         max_state_bytes: int = MOST_BYTES,
         is_new: bool = False,
+        keeps_writes: bool = True,
     ) -> None:
-        """`is_new`: the job has no checkpoint, which the one who holds its lease can know."""
+        """`is_new`: the job has no checkpoint, which the one who holds its lease can know.
+        `keeps_writes`: a checkpoint of this graph cannot be read without what led to it."""
         super().__init__(pool)  # type: ignore[arg-type]  # a pool of a subclass
         self._pool = pool
         self._task_id = task.task_id
         self._fence = {"task_id": task.task_id, "token": task.lease.token}
         self._graph_version = graph_version
         self._max_state_bytes = max_state_bytes
+        self._is_new = is_new
+        self._keeps_writes = keeps_writes
         self.raised: list[Exception] = []  # here, and not by a node
         self.ended_with: Mapping[str, Any] | None = None  # the graph's channels at its end
-        self._is_new = is_new
         self._in_this_thread = threading.local()  # LangGraph writes from several
-        self._held_lock = threading.Lock()
-        self._held: list[Statement] = []  # that go with the next message
         self._one_runs_from = ""  # the checkpoint behind which one node alone runs
+        # What waits for a checkpoint: another one, and the writes of a node.
+        self._opening: list[Statement] = []
+        self._node_writes: list[Statement] = []
 
     def get_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
         """The checkpoint that the job goes on from; those it makes from now on are newer."""
@@ -146,20 +151,23 @@ class FencedSaver(PostgresSaver):
     ) -> RunnableConfig:
         """Save a checkpoint; one of the graph itself, not of a graph in it, with what is shown."""
         this = self._in_this_thread
-        this.state, values = None, checkpoint["channel_values"]
+        values = checkpoint["channel_values"]
+        state = None
+        if config["configurable"].get("checkpoint_ns", "") == "":
+            state = self._state(config, checkpoint)
+            self._is_new = False
+            self._one_runs_from = checkpoint["id"] if _is_one_task(state, values) else ""
+        this.state = state
+        this.waits_in = self._opening if state and state["next_nodes"] == [START] else None
         try:
-            if config["configurable"].get("checkpoint_ns", "") == "":
-                this.state = state = self._state(config, checkpoint)
-                this.holds, self._is_new = state["next_nodes"] == [START], False
-                self._one_runs_from = checkpoint["id"] if _is_one_task(state, values) else ""
             fit = {k: _storable(v) for k, v in values.items()}
             saved: Checkpoint = {**checkpoint, "channel_values": fit}
             config_of_saved = super().put(config, saved, metadata, new_versions)
-            if this.state is not None and not this.state["next_nodes"]:
-                self.ended_with = values
-            return config_of_saved
         finally:
-            this.state, this.holds = None, False
+            this.state = this.waits_in = None
+        if state and not state["next_nodes"]:
+            self.ended_with = values
+        return config_of_saved
 
     def put_writes(
         self,
@@ -170,21 +178,24 @@ class FencedSaver(PostgresSaver):
     ) -> None:
         """Save what a node wrote: at once, if others run beside it or it has not ended well."""
         this = self._in_this_thread
-        this.holds = (
+        waits = (
             config["configurable"]["checkpoint_id"] == self._one_runs_from
             and task_path.startswith(NODE_PATH)
             and not any(channel in WRITES_IDX_MAP for channel, _ in writes)
         )
+        this.waits_in = self._node_writes if waits else None
         try:
             super().put_writes(config, writes, task_id, task_path)
         finally:
-            this.holds = False
+            this.waits_in = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """The block in which the graph runs: what waits for a checkpoint is sent if none comes."""
         try:
             yield
+        except OrchestratorError:
+            raise  # nothing can be sent
         except BaseException:
             with suppress(Exception):  # it was found out too late to be told
                 self.flush()
@@ -192,7 +203,7 @@ class FencedSaver(PostgresSaver):
 
     def flush(self) -> None:
         """Send what waits for a checkpoint."""
-        if self._held:
+        if self._opening or self._node_writes:
             self._send([])
 
     def _state(self, config: RunnableConfig, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -225,17 +236,19 @@ class FencedSaver(PostgresSaver):
         yield writer
         if (state := getattr(this, "state", None)) is not None:
             writer.execute(SHOW_STATE, state)
-        if getattr(this, "holds", False):
-            with self._held_lock:
-                self._held += writer.statements
-        else:
-            self._send(writer.statements)
+        if (waiting := getattr(this, "waits_in", None)) is not None:
+            waiting += writer.statements
+            return
+        self._send(writer.statements)
 
     def _send(self, statements: Sequence[Statement]) -> None:
-        with self._held_lock:
-            held, self._held = self._held, []
+        """With what waits; it does so no longer when all of it is committed."""
+        state = getattr(self._in_this_thread, "state", None)
         with self._connection() as conn:
-            _send(conn, [(HOLD_LEASE, [self._fence]), *held, *statements])
+            opening, writes = [*self._opening], [*self._node_writes]
+            before = opening if state and not self._keeps_writes else opening + writes
+            _send(conn, [(HOLD_LEASE, [self._fence]), *before, *statements])
+            del self._opening[: len(opening)], self._node_writes[: len(writes)]
 
     @contextmanager
     def _connection(self) -> Iterator[Connection]:
