@@ -8,9 +8,10 @@ from typing import Annotated, Any, TypedDict
 
 import pytest
 from langgraph.channels import DeltaChannel
+from langgraph.checkpoint.base import empty_checkpoint
 from langgraph.func import task as as_task
 from langgraph.graph import START, StateGraph
-from langgraph.types import Send
+from langgraph.types import Send, interrupt
 
 from db import Connection
 from errors import LeaseLost
@@ -80,27 +81,50 @@ def test_a_node_begins_when_all_that_was_before_it_is_committed(
 # --- at once ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("by", ["edges", "sends"])
+@pytest.mark.parametrize("by", ["edges", "sends", "an edge and a send"])
 def test_what_a_node_wrote_is_saved_while_others_run_beside_it(
     conn: Connection, pool: CheckpointPool, by: str
 ) -> None:
     task = job(conn)
     graph = StateGraph(Notes)
 
-    def slow(state: Any) -> Any:
-        eventually(lambda: any("fast" in path or "push" in path for path in written(conn)))
-        return {"notes": ["slow"]}
+    def works(state: Any) -> Any:
+        if state.get("text") == "slow":
+            eventually(lambda: set(written(conn)) - {"__start__"})
+        return {"notes": ["done"]}
 
-    graph.add_node("fast", says("fast"))
-    graph.add_node("slow", slow)
+    fast, slow = ({"notes": [], "text": text} for text in ("fast", "slow"))
+    graph.add_node("a", works)
+    graph.add_node("b", lambda state: works({"text": "slow"}))
     if by == "edges":
-        graph.add_edge(START, "fast")
-        graph.add_edge(START, "slow")
+        graph.add_edge(START, "a")
+        graph.add_edge(START, "b")
+    elif by == "sends":
+        graph.add_conditional_edges(START, lambda state: [Send("a", fast), Send("a", slow)], ["a"])
     else:
-        both = [Send("fast", {"notes": []}), Send("slow", {"notes": []})]
-        graph.add_conditional_edges(START, lambda state: both, ["fast", "slow"])
+        graph.add_edge(START, "a")
+        graph.add_conditional_edges(START, lambda state: [Send("a", slow)], ["a"])
     result = run(graph, FencedSaver(pool, task, "v1", keeps_writes=False), task)
-    assert sorted(result["notes"]) == ["fast", "slow"]
+    assert result["notes"] == ["done", "done"]
+
+
+def test_what_a_node_asks_is_saved_at_once(conn: Connection, pool: CheckpointPool) -> None:
+    task = job(conn)
+    run(chain(("a", lambda state: interrupt("?"))), FencedSaver(pool, task, "v1"), task)
+    assert written(conn) == ["__start__", "a"]
+
+
+def test_what_waits_is_there_for_who_reads(conn: Connection, pool: CheckpointPool) -> None:
+    task = job(conn)
+    saver = FencedSaver(pool, task, "v1", is_new=True)
+    config: Any = {"configurable": {"thread_id": str(task.task_id), "checkpoint_ns": ""}}
+    opening: Any = {**empty_checkpoint(), "channel_values": {START: "in"}}
+    saver.put(config, opening, {"source": "input", "step": -1}, {START: "1"})
+    assert states(conn) == []
+    found = saver.get_tuple(config)
+    assert found is not None
+    assert found.checkpoint["channel_values"] == {START: "in"}
+    assert [row["next_nodes"] for row in states(conn)] == [[START]]
 
 
 def test_what_a_call_of_a_node_brought_is_saved_while_the_node_runs(
