@@ -15,7 +15,7 @@ from typing import Any
 
 from langgraph.channels import BinaryOperatorAggregate, LastValue
 from langgraph.checkpoint.base import BaseCheckpointSaver
-from langgraph.graph import START, StateGraph
+from langgraph.graph import StateGraph
 from langgraph.graph.state import CompiledStateGraph
 from pydantic import BaseModel
 
@@ -41,11 +41,6 @@ class Graph:
     compiled: CompiledGraph
     version: str
     defaults: Mapping[str, Any]
-
-    @cached_property
-    def opens_plainly(self) -> bool:
-        """Whether its first code is that of a node; a branch may ask models before any has run."""
-        return START not in self.compiled.builder.branches
 
     @cached_property
     def is_saved_as_it_is(self) -> bool:

@@ -118,14 +118,6 @@ def test_a_graph_is_compiled_once_and_runs_with_the_saver_of_each_job() -> None:
     assert graph.compiled.checkpointer is None
 
 
-def test_a_graph_opens_plainly_if_no_branch_is_in_front_of_its_nodes() -> None:
-    assert graph_of(team.build()).opens_plainly
-    branching = StateGraph(team.TeamState)
-    branching.add_node("coder", lambda state: {})
-    branching.add_conditional_edges(START, lambda state: "coder", ["coder"])
-    assert not graph_of(branching).opens_plainly
-
-
 class Collected(TypedDict):
     said: Annotated[list[str], Topic(str)]
 
