@@ -75,9 +75,7 @@ def measure(stage: Stage, record: Record, quick: bool) -> None:
             ways: dict[str, RunAll] = {
                 "PostgresSaver": invoke_all(plain_graphs(plain, threads)),
                 "FencedSaver": invoke_all(
-                    lambda task: nullcontext(
-                        graph.with_saver(FencedSaver(ours, task, graph.version))
-                    )
+                    lambda task: nullcontext(graph.with_saver(fenced(ours, task, graph)))
                 ),
                 "whole jobs": run_jobs,
             }
@@ -144,6 +142,17 @@ def plain_graphs(pool: ConnectionPool[Any], count: int) -> Lent:
             free.put(graph)
 
     return lent
+
+
+def fenced(pool: CheckpointPool, task: ClaimedTask, graph: Graph) -> FencedSaver:
+    """As a worker makes them for a new job."""
+    return FencedSaver(
+        pool,
+        task,
+        graph.version,
+        is_new=True,
+        keeps_writes=not graph.is_saved_as_it_is,
+    )
 
 
 @contextmanager

@@ -10,8 +10,10 @@ import logging
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from langgraph.channels import BinaryOperatorAggregate, LastValue
 from langgraph.checkpoint.base import BaseCheckpointSaver
 from langgraph.graph import StateGraph
 from langgraph.graph.state import CompiledStateGraph
@@ -25,6 +27,7 @@ logger = logging.getLogger(__name__)
 CompiledGraph = CompiledStateGraph[Any, Any, Any, Any]
 
 VERSION_LENGTH = 16
+AS_THEY_ARE = (LastValue, BinaryOperatorAggregate)  # channels that are saved so; others may not be
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,12 @@ class Graph:
     compiled: CompiledGraph
     version: str
     defaults: Mapping[str, Any]
+
+    @cached_property
+    def is_saved_as_it_is(self) -> bool:
+        """Whether a checkpoint holds each field of the state as nodes see it."""
+        channels = self.compiled.builder.channels.values()
+        return all(type(channel) in AS_THEY_ARE for channel in channels)
 
     def with_saver(self, saver: BaseCheckpointSaver[Any]) -> CompiledGraph:
         """The same graph, which any number of jobs may run at once, with a saver of its own."""

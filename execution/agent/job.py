@@ -122,7 +122,14 @@ class Job:
             return self._succeeded({**self._defaults(), **newest["state"]})  # it had ended before
         graph = self._graph()
         most = self.shared.settings.limits.max_result_bytes
-        saver = FencedSaver(self.shared.checkpoints, self.task, graph.version, most)
+        saver = FencedSaver(
+            self.shared.checkpoints,
+            self.task,
+            graph.version,
+            most,
+            is_new=newest is None,
+            keeps_writes=not graph.is_saved_as_it_is,
+        )
         compiled = graph.with_saver(saver)
         config: RunnableConfig = {
             "configurable": {"thread_id": str(self.task.task_id)},
@@ -143,7 +150,8 @@ class Job:
                     return _parked(snapshot.interrupts[0], answered)
                 given = self._answer(answered)
         try:
-            self._stream(compiled, given, config, has_run)
+            with saver.running():
+                self._stream(compiled, given, config, has_run)
         except ENDS_ITSELF as raised:
             if self._is_ours(raised, saver):
                 raise
@@ -155,6 +163,8 @@ class Job:
             return self._succeeded({**graph.defaults, **values, "stopped": spent.which})
         except GraphRecursionError as reached:
             return self._out_of_steps(compiled.get_state(config), reached)
+        if saver.ended_with is not None and graph.is_saved_as_it_is:  # nothing has to be read back
+            return self._succeeded({**graph.defaults, **saver.ended_with})
         return self._outcome(graph, compiled.get_state(config), saver, config)
 
     def _graph(self) -> Graph:

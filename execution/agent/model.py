@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar, cast
 
 from langgraph.config import get_config
+from langgraph.constants import START
 from langgraph.runtime import get_runtime
 
 from config import Settings
@@ -35,6 +36,7 @@ Which = Literal["token_budget", "tenant_tokens_per_day"]
 OnText = Callable[[str, str], None]  # a node's name, a piece of what its model says
 
 FRAME_TOKENS = 64
+INSIDE = "|"  # in the name of a run, between that of a node and that of one in its graph
 LEDGER_AWAY_SECONDS = 0.2
 
 
@@ -127,10 +129,16 @@ class Calls:
         return text
 
     def _next_key(self) -> CallKey:
-        """Which call of its node this is. A node that LangGraph runs again counts from 0 again."""
+        """Which call of its node this is. A node that LangGraph runs again counts from 0 again.
+
+        LangGraph names the run of a node by the checkpoint in front of it, which is there after a
+        crash. Only a branch from START runs before: it does so once, and goes by its own name.
+        """
         config, run = get_config(), get_runtime().execution_info
         node = str(config["metadata"]["langgraph_node"])
         node_run = str(config["metadata"]["langgraph_checkpoint_ns"])
+        if node == START and INSIDE not in node_run:
+            node_run = START
         counter = (node_run, run and (run.node_first_attempt_time, run.node_attempt))
         with self._lock:
             ordinal = self._ordinals[counter]

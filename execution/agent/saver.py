@@ -8,186 +8,84 @@ graph itself comes with the row that people are shown.
 Postgres begins with a message when it has the whole of it, and such a message is one transaction: a
 process that is frozen, wherever that is, holds no row. The door is a private method:
 langgraph-checkpoint-postgres is pinned to 3.2.
+
+LangGraph's own checkpoint before the first node, and what a node wrote that ran alone, are followed
+by a checkpoint at once, and wait for it. The writes of a node are for the case that no checkpoint
+follows: they are sent then, and else, behind their checkpoint, nobody would read them. So a node is
+one transaction, and the next begins when that is committed.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 import threading
-import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import chain
-from typing import Any, Self, TypeVar
+from typing import Any
 
-import psycopg
-import psycopg.errors
 from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.base import (
+    WRITES_IDX_MAP,
     ChannelVersions,
     Checkpoint,
     CheckpointMetadata,
     CheckpointTuple,
 )
 from langgraph.checkpoint.postgres import PostgresSaver
+from langgraph.constants import START
 from langgraph.types import Send
 from psycopg import ClientCursor
-from psycopg.abc import PQGen
-from psycopg.rows import DictRow, dict_row
-from psycopg_pool import ConnectionPool
 
-from config import DatabaseSettings, Settings
-from connection import TOO_LARGE_CLASS, local_timeouts
-from errors import DatabaseUnavailable, LeaseLost, OrchestratorError, SchemaOutdated
+from errors import OrchestratorError, SchemaOutdated
 from execution.agent.clock import go_on_behind
+from execution.agent.connections import (
+    CheckpointPool,
+    Connection,
+    Reader,
+    in_plain_words,
+    open_pool,
+)
 from execution.agent.shown import MOST_BYTES, shown
 from pool import looks_alive
-from queries.jobs import HOLD_LEASE, LEASE_IS_GONE, READ_TABLES_VERSION, SHOW_STATE
+from queries.jobs import HOLD_LEASE, READ_TABLES_VERSION, SHOW_STATE
 from queries.leases import ClaimedTask
 
 __all__ = ["CheckpointPool", "FencedSaver", "open_pool", "shown"]
 
-Result = TypeVar("Result")
-
-
-class Connection(psycopg.Connection[DictRow]):
-    """A connection that gives up a server that says nothing, as those of connection.py do."""
-
-    settings = DatabaseSettings()
-
-    @property
-    def limits(self) -> str:
-        """Those of a transaction, as the first statements of its message."""
-        settings = self.settings
-        return local_timeouts(settings.lock_timeout_seconds, settings.reply_timeout_seconds)
-
-    def wait(self, gen: PQGen[Result], *args: Any, **named: Any) -> Result:
-        try:
-            return super().wait(self._within(gen), *args, **named)
-        except _Silent:
-            self.pgconn.finish()
-            seconds = self.settings.reply_timeout_seconds
-            raise psycopg.OperationalError(f"no reply from Postgres in {seconds:g} s") from None
-
-    def _within(self, gen: PQGen[Result]) -> PQGen[Result]:
-        """The same generator, until the server was silent for too long."""
-        ends = time.monotonic() + self.settings.reply_timeout_seconds
-        try:
-            awaited = next(gen)
-            while True:
-                ready = yield awaited  # also when a moment has passed in which nothing came
-                if time.monotonic() >= ends:
-                    raise _Silent
-                awaited = gen.send(ready)
-        except StopIteration as ended:
-            result: Result = ended.value
-            return result
-
-
-class _Silent(Exception):
-    """The server has not replied in time."""
-
-
-CheckpointPool = ConnectionPool[Connection]
-
-
-def open_pool(settings: Settings) -> CheckpointPool:
-    """A pool for the savers of one process. It connects when a connection is asked for."""
-    database = settings.database
-
-    class Configured(Connection):
-        pass
-
-    Configured.settings = database
-    return ConnectionPool(
-        settings.database_url,
-        connection_class=Configured,
-        min_size=0,
-        max_size=settings.agents.pool_size,
-        timeout=database.pool_wait_seconds,
-        # One that asks anew after this makes it try anew, however long the server was away.
-        reconnect_timeout=database.pool_wait_seconds / 2,
-        open=True,
-        name="checkpoints",
-        kwargs={
-            "autocommit": True,
-            "row_factory": dict_row,
-            "prepare_threshold": None,
-            "application_name": "orchestrator checkpoints",
-            "client_encoding": "utf8",
-            "connect_timeout": math.ceil(database.connect_timeout_seconds),
-            "keepalives_idle": 10,
-            "keepalives_interval": 3,
-            "keepalives_count": 3,
-            "tcp_user_timeout": 15_000,
-        },
-    )
-
-
-# Answers of Postgres that say nothing about the statement: see connection.UNAVAILABLE.
-UNAVAILABLE = (
-    psycopg.OperationalError,
-    psycopg.InterfaceError,
-    psycopg.errors.ReadOnlySqlTransaction,
-)
-
-
-@contextmanager
-def _in_plain_words() -> Iterator[None]:
-    """Turn the driver's ways to say "not now" into DatabaseUnavailable, and the fence's into
-    LeaseLost."""
-    try:
-        yield
-    except psycopg.Error as failed:
-        sqlstate = failed.sqlstate or ""
-        if sqlstate == LEASE_IS_GONE:
-            raise LeaseLost from None
-        if not isinstance(failed, UNAVAILABLE) or sqlstate.startswith(TOO_LARGE_CLASS):
-            raise
-        reason = str(failed).strip().split("\n")[0] or type(failed).__name__
-        raise DatabaseUnavailable(f"the database cannot be used now: {reason}") from failed
-
-
-class _Reader(ClientCursor[DictRow]):
-    """What LangGraph reads with: each statement is one message and one transaction."""
-
-    def __init__(self, connection: Connection) -> None:
-        super().__init__(connection)
-        self.limits = connection.limits
-
-    def execute(self, query: Any, params: Any = None, **named: Any) -> Self:
-        super().execute(self.limits + query, params, **named)
-        while self.nextset():
-            pass
-        return self
+TASKS = "__pregel_tasks"  # LangGraph's channel of Sends
+NODE_PATH = "~__pregel_pull, "  # where a task stands that is a node, and no Send or call of one
 
 
 LONGEST_MESSAGE = 2**30 - 6  # bytes; behind a longer one Postgres hangs up
+
+
+Statement = tuple[str, list[Any]]  # and for which values it is run
 
 
 class _Writer:
     """What LangGraph writes with: it keeps the statements until all of them are sent."""
 
     def __init__(self) -> None:
-        self._statements: list[tuple[str, list[Any]]] = []  # and for which values each is run
+        self.statements: list[Statement] = []
 
     def execute(self, query: str, params: Any = None) -> None:
-        self._statements.append((query, [params]))
+        self.statements.append((query, [params]))
 
     def executemany(self, query: str, params_seq: Iterable[Any]) -> None:
-        self._statements.append((query, list(params_seq)))
+        self.statements.append((query, list(params_seq)))
 
-    def send(self, conn: Connection) -> None:
-        """One message, which is one transaction."""
-        with ClientCursor(conn) as cursor:
-            texts = chain.from_iterable(_texts(cursor, *each) for each in self._statements)
-            message = (conn.limits + ";".join(texts)).encode()
-            if len(message) > LONGEST_MESSAGE:
-                raise ValueError(f"{len(message)} bytes are more than Postgres takes at once")
-            cursor.execute(message)
+
+def _send(conn: Connection, statements: Sequence[Statement]) -> None:
+    """One message, which is one transaction."""
+    with ClientCursor(conn) as cursor:
+        texts = chain.from_iterable(_texts(cursor, *each) for each in statements)
+        message = (conn.limits + ";".join(texts)).encode()
+        if len(message) > LONGEST_MESSAGE:
+            raise ValueError(f"{len(message)} bytes are more than Postgres takes at once")
+        cursor.execute(message)
 
 
 ADDS_ROWS = re.compile(r"(INSERT INTO [^%]* VALUES )(\([%s, ]*\))( ON CONFLICT [^%]* DO NOTHING)")
@@ -214,18 +112,31 @@ class FencedSaver(PostgresSaver):
         task: ClaimedTask,
         graph_version: str,
         max_state_bytes: int = MOST_BYTES,
+        is_new: bool = False,
+        keeps_writes: bool = True,
     ) -> None:
+        """`is_new`: the job has no checkpoint, which the one who holds its lease can know.
+        `keeps_writes`: a checkpoint of this graph cannot be read without what led to it."""
         super().__init__(pool)  # type: ignore[arg-type]  # a pool of a subclass
         self._pool = pool
         self._task_id = task.task_id
         self._fence = {"task_id": task.task_id, "token": task.lease.token}
         self._graph_version = graph_version
         self._max_state_bytes = max_state_bytes
+        self._is_new = is_new
+        self._keeps_writes = keeps_writes
         self.raised: list[Exception] = []  # here, and not by a node
+        self.ended_with: Mapping[str, Any] | None = None  # the graph's channels at its end
         self._in_this_thread = threading.local()  # LangGraph writes from several
+        self._one_runs_from = ""  # the checkpoint behind which one node alone runs
+        # What waits for a checkpoint: another one, and the writes of a node.
+        self._opening: list[Statement] = []
+        self._node_writes: list[Statement] = []
 
     def get_tuple(self, config: RunnableConfig) -> CheckpointTuple | None:
         """The checkpoint that the job goes on from; those it makes from now on are newer."""
+        if self._is_new:
+            return None
         found = super().get_tuple(config)
         if found is not None:
             go_on_behind(found.checkpoint["id"])
@@ -239,14 +150,61 @@ class FencedSaver(PostgresSaver):
         new_versions: ChannelVersions,
     ) -> RunnableConfig:
         """Save a checkpoint; one of the graph itself, not of a graph in it, with what is shown."""
+        this = self._in_this_thread
+        values = checkpoint["channel_values"]
+        state = None
         if config["configurable"].get("checkpoint_ns", "") == "":
-            self._in_this_thread.state = self._state(config, checkpoint)
+            state = self._state(config, checkpoint)
+            self._is_new = False
+            self._one_runs_from = checkpoint["id"] if _is_one_task(state, values) else ""
+        this.state = state
+        this.waits_in = self._opening if state and state["next_nodes"] == [START] else None
         try:
-            values = {k: _storable(v) for k, v in checkpoint["channel_values"].items()}
-            fit: Checkpoint = {**checkpoint, "channel_values": values}
-            return super().put(config, fit, metadata, new_versions)
+            fit = {k: _storable(v) for k, v in values.items()}
+            saved: Checkpoint = {**checkpoint, "channel_values": fit}
+            config_of_saved = super().put(config, saved, metadata, new_versions)
         finally:
-            self._in_this_thread.state = None
+            this.state = this.waits_in = None
+        if state and not state["next_nodes"]:
+            self.ended_with = values
+        return config_of_saved
+
+    def put_writes(
+        self,
+        config: RunnableConfig,
+        writes: Sequence[tuple[str, Any]],
+        task_id: str,
+        task_path: str = "",
+    ) -> None:
+        """Save what a node wrote: at once, if others run beside it or it has not ended well."""
+        this = self._in_this_thread
+        waits = (
+            config["configurable"]["checkpoint_id"] == self._one_runs_from
+            and task_path.startswith(NODE_PATH)
+            and not any(channel in WRITES_IDX_MAP for channel, _ in writes)
+        )
+        this.waits_in = self._node_writes if waits else None
+        try:
+            super().put_writes(config, writes, task_id, task_path)
+        finally:
+            this.waits_in = None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The block in which the graph runs: what waits for a checkpoint is sent if none comes."""
+        try:
+            yield
+        except OrchestratorError:
+            raise  # nothing can be sent
+        except BaseException:
+            with suppress(Exception):  # it was found out too late to be told
+                self.flush()
+            raise
+
+    def flush(self) -> None:
+        """Send what waits for a checkpoint."""
+        if self._opening or self._node_writes:
+            self._send([])
 
     def _state(self, config: RunnableConfig, checkpoint: Checkpoint) -> dict[str, Any]:
         values = checkpoint["channel_values"]
@@ -269,22 +227,34 @@ class FencedSaver(PostgresSaver):
     def _cursor(self, *, pipeline: bool = False) -> Iterator[Any]:
         """What LangGraph reads with or, with `pipeline`, writes with: sent when the block ends."""
         if not pipeline:
-            with self._connection() as conn, _Reader(conn) as reader:
+            self.flush()
+            with self._connection() as conn, Reader(conn) as reader:
                 yield reader
             return
+        this = self._in_this_thread
         writer = _Writer()
-        writer.execute(HOLD_LEASE, self._fence)
         yield writer
-        if (state := getattr(self._in_this_thread, "state", None)) is not None:
+        if (state := getattr(this, "state", None)) is not None:
             writer.execute(SHOW_STATE, state)
+        if (waiting := getattr(this, "waits_in", None)) is not None:
+            waiting += writer.statements
+            return
+        self._send(writer.statements)
+
+    def _send(self, statements: Sequence[Statement]) -> None:
+        """With what waits; it does so no longer when all of it is committed."""
+        state = getattr(self._in_this_thread, "state", None)
         with self._connection() as conn:
-            writer.send(conn)
+            opening, writes = [*self._opening], [*self._node_writes]
+            before = opening if state and not self._keeps_writes else opening + writes
+            _send(conn, [(HOLD_LEASE, [self._fence]), *before, *statements])
+            del self._opening[: len(opening)], self._node_writes[: len(writes)]
 
     @contextmanager
     def _connection(self) -> Iterator[Connection]:
         """The job's only one at this moment; no server has said goodbye to it."""
         try:
-            with _in_plain_words(), self.lock:
+            with in_plain_words(), self.lock:
                 conn = self._live_connection()
                 try:
                     _require_tables(self._pool, conn)
@@ -310,7 +280,7 @@ def _require_tables(pool: CheckpointPool, conn: Connection) -> None:
     """SchemaOutdated if LangGraph's tables are not those that its installed package writes to."""
     if pool in _looked_at:
         return
-    row = _Reader(conn).execute(READ_TABLES_VERSION).fetchone()
+    row = Reader(conn).execute(READ_TABLES_VERSION).fetchone()
     found, wanted = row and row["version"], len(PostgresSaver.MIGRATIONS) - 1
     if found != wanted:
         raise SchemaOutdated(
@@ -348,15 +318,20 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
+def _is_one_task(state: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
+    """Whether one node, and that once, is to run behind a checkpoint."""
+    return len(state["next_nodes"]) == 1 and not values.get(TASKS)
+
+
 def next_nodes(values: Mapping[str, Any]) -> list[str]:
     """The nodes that are to run behind a checkpoint with these channels, as LangGraph finds them.
 
     An edge or a branch to a node is a channel `branch:to:node`, several that meet are one
     `join:a+b:node`; where the node is deferred, the value comes with whether its time has come.
     """
-    found = {send.node for send in values.get("__pregel_tasks", ()) if isinstance(send, Send)}
+    found = {send.node for send in values.get(TASKS, ()) if isinstance(send, Send)}
     for channel, value in values.items():
-        if channel == "__start__":
+        if channel == START:
             found.add(channel)
         elif channel.startswith("branch:to:") and not _is_deferred(value):
             found.add(channel.removeprefix("branch:to:"))

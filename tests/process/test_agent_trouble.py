@@ -21,7 +21,7 @@ ONCE_EACH = dict.fromkeys(ROLES, 1)
 SHORT = {"lease_seconds": 2, "heartbeat_seconds": 0.4, "reap_seconds": 0.3}
 GRAPHS = {
     name: f"tests.support.sample_graphs:build_{name}"
-    for name in ("waiting", "swallowing", "deaf", "stumbling", "failing")
+    for name in ("waiting", "choosing", "swallowing", "deaf", "stumbling", "failing")
 }
 GOOD = {
     "supervisor": answer('{"route": "research", "plan": "go"}'),
@@ -100,6 +100,20 @@ def test_a_node_that_had_its_reply_when_its_worker_was_killed_does_not_pay_again
     row = queue.await_status(task_id, "SUCCEEDED")
     assert row["result"]["said"] == ["echo: first", "echo: waits in attempt 2", "echo: last"]
     assert sorted(call.prompt for call in fake.calls) == ["first", "last", "waits"]
+    queue.check()
+
+
+def test_nor_does_a_branch_in_front_of_all_nodes(
+    processes: Processes, fake: FakeOllama, queue: Queue, tmp_path: Path
+) -> None:
+    task_id = submit_job(queue, str(tmp_path), graph="choosing")
+    first = processes.worker()
+    eventually((tmp_path / "entered 1").exists)
+    first.kill()
+    (tmp_path / "2").touch()
+    processes.worker()
+    assert queue.await_status(task_id, "SUCCEEDED")["result"]["said"] == ["echo: last"]
+    assert sorted(call.prompt for call in fake.calls) == ["last", "waits"]
     queue.check()
 
 

@@ -77,6 +77,19 @@ def build_waiting() -> StateGraph[Any, Any, Any, Any]:
     return line(first, waits, last)
 
 
+def chooses(state: State, runtime: Run) -> str:
+    """A branch in front of all nodes, which asks and waits as that node does."""
+    waits(state, runtime)
+    return "last"
+
+
+def build_choosing() -> StateGraph[Any, Any, Any, Any]:
+    graph = StateGraph(State, context_schema=JobContext)
+    graph.add_node("last", last)
+    graph.add_conditional_edges(START, chooses, ["last"])
+    return graph
+
+
 # --- nodes that swallow, and that listen to nothing -----------------------------------------------
 
 

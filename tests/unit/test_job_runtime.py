@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import Future
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import pytest
 
 pytest.importorskip("langgraph", reason="comes with requirements-agents.txt")
 
 from langchain_core.runnables import RunnableConfig
+from langgraph.channels import Topic
 from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import START, StateGraph
 
-from execution.agent.graphs import Graphs, version_of
+from execution.agent import team
+from execution.agent.graphs import Graph, Graphs, version_of
 from execution.agent.model import Frames
 from execution.agent.signals import Signals
 from execution.backends.server import Answer
@@ -113,6 +116,22 @@ def test_a_graph_is_compiled_once_and_runs_with_the_saver_of_each_job() -> None:
     assert second.get_state(of_one).values == {}
     assert (first.checkpointer, second.checkpointer) == savers
     assert graph.compiled.checkpointer is None
+
+
+class Collected(TypedDict):
+    said: Annotated[list[str], Topic(str)]
+
+
+def test_a_graph_is_saved_as_it_is_if_each_field_is() -> None:
+    assert graph_of(team.build()).is_saved_as_it_is
+    collecting = StateGraph(Collected)
+    collecting.add_node("a", lambda state: {})
+    collecting.add_edge(START, "a")
+    assert not graph_of(collecting).is_saved_as_it_is
+
+
+def graph_of(builder: StateGraph[Any, Any, Any, Any]) -> Graph:
+    return Graph("own", builder.compile(), "v1", {})
 
 
 # --- reservations ---------------------------------------------------------------------------------
