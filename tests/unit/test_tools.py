@@ -404,7 +404,7 @@ def test_a_stop_reaches_a_tool_that_began_before_the_loop_knew_of_it(runner: Run
     task = task_of("listen", {})
     runner.start(task, None)
     assert is_called()
-    runner.stop(task.lease)
+    runner.stop([task.lease])
     released.set()
     assert finished(runner)[1].verdict == "released"
     eventually(lambda: not is_called())
