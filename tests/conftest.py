@@ -126,11 +126,12 @@ def embedded_server(data_dir: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def fresh_database(server_url: str) -> Iterator[str]:
-    """The address of a new database with our schema and no task; dropped at the end."""
+def fresh_database(server_url: str, template: str = TEMPLATE) -> Iterator[str]:
+    """The address of a new database, dropped at the end: with our schema and no task, or as the
+    database of the name `template`, to which nobody may be connected."""
     name = f"test_{uuid.uuid4().hex[:12]}"
     with administrator(server_url) as cursor:
-        cursor.execute(f"CREATE DATABASE {name} TEMPLATE {TEMPLATE}")
+        cursor.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
     try:
         yield at_database(server_url, name)
     finally:

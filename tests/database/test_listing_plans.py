@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -49,16 +50,23 @@ SELECT task_id, task_id, tenant, status, reason, 1 FROM tasks CROSS JOIN generat
 """
 
 
-@pytest.fixture(scope="module", params=["analyzed", "stale"])
-def filled(request: pytest.FixtureRequest, server_url: str) -> Iterator[Connection]:
-    """A table with many rows, of which the planner knows all or nothing."""
+@pytest.fixture(scope="module")
+def many_rows(server_url: str) -> Iterator[str]:
+    """The name of a database with many tasks, of which the planner knows nothing."""
     with fresh_database(server_url) as url:
         with administrator(url) as cursor:
             cursor.execute("ALTER TABLE tasks SET (autovacuum_enabled = false)")
-            if request.param == "stale":
-                cursor.execute("ANALYZE tasks, audit_log")  # while they are empty
+            cursor.execute("ANALYZE tasks, audit_log")  # while they are empty
             cursor.execute(FILL)
-            if request.param == "analyzed":
+        yield urlsplit(url).path.removeprefix("/")
+
+
+@pytest.fixture(scope="module", params=["analyzed", "stale"])
+def filled(request: pytest.FixtureRequest, server_url: str, many_rows: str) -> Iterator[Connection]:
+    """A table with many rows, of which the planner knows all or nothing."""
+    with fresh_database(server_url, many_rows) as url:
+        if request.param == "analyzed":
+            with administrator(url) as cursor:
                 cursor.execute("ANALYZE tasks, audit_log")
         with contextlib.closing(db.connect(url, settings_for(url).database, "test")) as conn:
             yield conn

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import psycopg2.errors
 import pytest
@@ -256,9 +257,9 @@ A_RUN = 1_020_000  # of forty alike: 400 steps have succeeded, each of 500 needs
 ENDED_RUNS = [2_001_000, 2_002_000]  # of forty alike, with 100 steps each
 
 
-@pytest.fixture(scope="module", params=["fresh", "stale"])
-def full(request: pytest.FixtureRequest, server_url: str) -> Iterator[Connection]:
-    """A full table, of which the planner knows all or nothing."""
+@pytest.fixture(scope="module")
+def filled(server_url: str) -> Iterator[str]:
+    """The name of a database with a full table, of which the planner knows nothing."""
     with fresh_database(server_url) as url:
         with administrator(url) as cursor:
             for table in FILLED:
@@ -267,7 +268,15 @@ def full(request: pytest.FixtureRequest, server_url: str) -> Iterator[Connection
             cursor.execute(FILL)
             # Only a purge reads what jobs leave behind, once a day: long after autovacuum did.
             cursor.execute(f"ANALYZE {', '.join(OF_JOBS)}")
-            if request.param == "fresh":
+        yield urlsplit(url).path.removeprefix("/")
+
+
+@pytest.fixture(scope="module", params=["fresh", "stale"])
+def full(request: pytest.FixtureRequest, server_url: str, filled: str) -> Iterator[Connection]:
+    """A full table, of which the planner knows all or nothing."""
+    with fresh_database(server_url, filled) as url:
+        if request.param == "fresh":
+            with administrator(url) as cursor:
                 cursor.execute(f"ANALYZE {', '.join(FILLED)}, audit_log")
         with contextlib.closing(db.connect(url, settings_for(url).database, "test")) as conn:
             yield conn

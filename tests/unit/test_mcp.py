@@ -297,7 +297,7 @@ AWAY: dict[str, tuple[dict[str, Any], str]] = {
     "a program that speaks another language": (
         {"command": [sys.executable, "-c", "print('hello'); input()"]}, "cannot be reached"),
     "a program that says nothing": (
-        {"command": [sys.executable, "-c", "import time; time.sleep(600)"]}, "not within 2 s"),
+        {"command": [sys.executable, "-c", "import time; time.sleep(600)"]}, "not within 0.2 s"),
     "nobody at the port": ({"url": "http://127.0.0.1:9/mcp"}, "cannot be reached"),
     "no such host": ({"url": "http://nowhere.invalid/mcp"}, "cannot be reached"),
 }  # fmt: skip
@@ -314,7 +314,7 @@ def test_a_server_that_is_away_is_a_failure_that_is_tried_again(
             assert says in str(both[0])
 
     # Only silence is known by how long it lasts; the others are to be told from it at any speed.
-    with_calls(settings_of(place, start_timeout_seconds=2 if "2 s" in says else 60), body)
+    with_calls(settings_of(place, start_timeout_seconds=0.2 if "0.2 s" in says else 60), body)
 
 
 def test_without_the_package_it_is_said_what_to_install(
