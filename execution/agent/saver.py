@@ -57,10 +57,7 @@ __all__ = ["CheckpointPool", "FencedSaver", "open_pool", "shown"]
 
 TASKS = "__pregel_tasks"  # LangGraph's channel of Sends
 NODE_PATH = "~__pregel_pull, "  # where a task stands that is a node, and no Send or call of one
-
-
 LONGEST_MESSAGE = 2**30 - 6  # bytes; behind a longer one Postgres hangs up
-
 
 Statement = tuple[str, list[Any]]  # and for which values it is run
 
