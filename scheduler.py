@@ -223,8 +223,9 @@ class Worker:
 
         A claim shares its slots between tenants; what one tenant leaves, the next claim fills.
         """
-        self._wants_slots = True
-        while (free := self.concurrency - len(self.held)) > 0 and not self.stop_signals:
+        # What ends while it claims frees a slot that the next look finds, if anything is left.
+        self._wants_slots = self._is_draining or self.routes.has_limits
+        while (free := self._free_slots()) > 0 and not self.stop_signals:
             claim = self._claim(conn, min(free, LARGEST_CLAIM))
             note_claimed(claim.tasks, self.name)  # logged when they have begun, but before they end
             for task, route in claim.tasks:
@@ -246,6 +247,12 @@ class Worker:
             if time.monotonic() >= self._next_reap:  # the settler frees slots all the time
                 self._sleep_seconds = 0.0
                 return
+
+    def _free_slots(self) -> int:
+        """How many; where there is none, the settler tells of the next."""
+        if len(self.held) >= self.concurrency:
+            self._wants_slots = True  # first, and then a look at what came before that
+        return self.concurrency - len(self.held)
 
     def _note_contention(self, claim: claims.Claim) -> None:
         """If nothing was to be had for others' locks or calls, look again soon."""

@@ -76,6 +76,72 @@ def test_a_settle_wakes_a_worker_that_left_nothing_only_for_what_comes_back(
     assert rings
 
 
+@pytest.mark.parametrize("is_any_left", [False, True])
+def test_a_settle_while_a_claim_is_under_way_leads_to_another_only_if_something_is_left(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, is_any_left: bool
+) -> None:
+    """In a chain that look would stand in the way of the next step."""
+    rings: list[None] = []
+    monkeypatch.setattr(worker._doorbell, "ring", lambda: rings.append(None))
+    tasks = [ClaimedTask(Lease(n, "t"), n, "tool", {}, "none", None, 1, 1, 0) for n in range(4)]
+    claims: list[int] = []
+
+    def claim(conn: Any, free: int) -> Claim:
+        claims.append(free)
+        if len(claims) > 1:
+            return Claim([])
+        worker.held.add(tasks)  # all slots are taken
+        worker.held.begin_settling([tasks[0].lease])
+        worker.held.drop_settled([tasks[0].lease])
+        worker._note_free_slots(False)
+        return Claim([(task, None) for task in tasks], is_any_left=is_any_left)
+
+    monkeypatch.setattr(worker, "_claim", claim)
+    worker.claim_and_start(None)  # type: ignore[arg-type]
+    assert claims == ([4, 1] if is_any_left else [4])
+    assert not rings
+
+
+def test_a_settle_wakes_a_worker_that_has_no_slot_free(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rings: list[None] = []
+    monkeypatch.setattr(worker._doorbell, "ring", lambda: rings.append(None))
+    tasks = [ClaimedTask(Lease(n, "t"), n, "tool", {}, "none", None, 1, 1, 0) for n in range(4)]
+    worker.held.add(tasks)
+    worker.claim_and_start(None)  # type: ignore[arg-type]
+    worker._note_free_slots(False)
+    assert rings
+
+
+def test_a_slot_that_comes_free_in_the_last_moment_is_seen_or_told_of(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at the slots and the worker's wish to be told of the next."""
+
+    class Counted:
+        def __init__(self) -> None:
+            self.looks = 0
+
+        def __len__(self) -> int:
+            self.looks += 1
+            if self.looks == 1:
+                worker._note_free_slots(False)  # behind this look
+                return 4
+            return 3
+
+    seen: list[int] = []
+
+    def claim(conn: Any, free: int) -> Claim:
+        seen.append(free)
+        return Claim([])
+
+    monkeypatch.setattr(worker, "held", Counted())
+    monkeypatch.setattr(worker, "_claim", claim)
+    worker.claim_and_start(None)  # type: ignore[arg-type]
+    assert seen == [1]
+
+
 @pytest.mark.parametrize("claimed", [0, 1])
 def test_the_end_of_a_call_wakes_a_worker_that_left_something_to_a_full_route(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, claimed: int
