@@ -60,7 +60,7 @@ from worker.link import Link
 from worker.messages import with_message
 from worker.outputs import GIVEN_BACK_SECONDS, with_outputs
 from worker.place import Place
-from worker.sentences import log_lost, log_noted, log_settled, note_claimed
+from worker.sentences import log_claimed, log_lost, log_settled
 from worker.settler import Settler
 from worker.suspects import SuspectProcess
 from worker.tokens import Source, TokenSender, Unsent
@@ -227,10 +227,9 @@ class Worker:
         self._wants_slots = self._is_draining or self.routes.has_limits
         while (free := self._free_slots()) > 0 and not self.stop_signals:
             claim = self._claim(conn, min(free, LARGEST_CLAIM))
-            note_claimed(claim.tasks, self.name)  # logged when they have begun, but before they end
+            log_claimed(claim.tasks, self.name)  # first: it names a task that kills its process
             for task, route in claim.tasks:
                 self._start(conn, task, route)
-            log_noted()
             claims.note_routes(conn, claim)
             if (next_due := claim.next_due_seconds) is not None:
                 # What is overdue still is a row that somebody holds: no reason to hurry.

@@ -952,7 +952,8 @@ CREATE INDEX audit_log_by_run ON audit_log (run_id, id) WHERE run_id IS NOT NULL
 CREATE INDEX audit_log_by_root ON audit_log (root_id, transaction) WHERE run_id IS NOT NULL;
 
 -- Takes what no month's partition takes, so that a missing partition never stops the work. Of what is
--- never changed nothing dies: a vacuum for the sake of what was added would only write every page anew.
+-- never changed nothing dies. A vacuum for the sake of what was added would write each page anew to
+-- freeze it, which is put off until Postgres must: a month that retention drops before is never frozen.
 CREATE TABLE audit_log_other PARTITION OF audit_log DEFAULT
     WITH (autovacuum_vacuum_insert_threshold = -1);
 

@@ -105,8 +105,9 @@ class SubmitWriter:
         self._gathered = []
 
     def _begin_to_end(self) -> None:
-        """After what was gathered is handed over: the loop keeps the order of its calls."""
+        """Refuse what comes from now on, and let the writer end behind what has come."""
         self._is_ending = True
+        self._hand_over()  # its own turn may come behind this one
         self._waiting.put(None)
 
     # --- on the writer's thread ---

@@ -151,6 +151,7 @@ def fenced(pool: CheckpointPool, task: ClaimedTask, graph: Graph) -> FencedSaver
         task,
         graph.version,
         is_new=True,
+        opening_waits=graph.opens_plainly,
         keeps_writes=not graph.is_saved_as_it_is,
     )
 

@@ -288,6 +288,7 @@ class Runner:
         self._on_route()
 
     async def _close(self) -> None:
+        await asyncio.sleep(0)  # what was begun last has its first step, and so hears of its end
         running = [*self._running.values(), *self._probes.values()]
         for task in running:
             task.cancel()

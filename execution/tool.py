@@ -45,7 +45,7 @@ class ToolCalls:
             if not isinstance(tool, FunctionTool) or not isinstance(args, Mapping):
                 return None
             if task.run_id is not None:
-                if not is_plain(args, MOST_BYTES_AT_ONCE):
+                if not is_plain([args, *task.outputs.values()], MOST_BYTES_AT_ONCE):
                     return None
                 args = fill(args, task.outputs, MOST_BYTES_AT_ONCE)
             if tool.returns_at_once:

@@ -1,14 +1,8 @@
-"""One sentence in the log for each transition that a worker makes or learns of.
-
-What was claimed begins before its lines are written, for they take longer than to begin it. They
-are written soon, and before any other line here: each task's first line is that of its claim.
-"""
+"""One sentence in the log for each transition that a worker makes or learns of."""
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections import deque
 from collections.abc import Iterable
 
 from logs import field, line, say_all
@@ -33,25 +27,7 @@ WHAT_BECAME_OF_IT = {
 WHY_IT_IS_GONE = "taken over, given up, or its end is written already"
 
 
-Routed = Iterable[tuple[ClaimedTask, str | None]]
-
-_noted: deque[tuple[Routed, str]] = deque()
-_writing = threading.Lock()  # held until what is no longer among the noted is in the log
-
-
-def note_claimed(tasks: Routed, worker: str) -> None:
-    """To be called before these tasks begin; `log_noted` writes their lines."""
-    _noted.append((tasks, worker))
-
-
-def log_noted() -> None:
-    """Write the lines of all claims noted so far; on any thread."""
-    with _writing:
-        while _noted:
-            log_claimed(*_noted.popleft())
-
-
-def log_claimed(tasks: Routed, worker: str) -> None:
+def log_claimed(tasks: Iterable[tuple[ClaimedTask, str | None]], worker: str) -> None:
     """A line for each task, with its route, as `line` writes it, but sooner: there are many."""
     of_worker = field("worker", worker)
     lines = [
@@ -64,7 +40,6 @@ def log_claimed(tasks: Routed, worker: str) -> None:
 
 def log_settled(settled: Iterable[Settled], worker: str) -> None:
     """A line for each task, as `line` writes it, but sooner; dead letters are errors, come last."""
-    log_noted()
     of_worker = field("worker", worker)
     lines: list[str] = []
     of_dead_letters: list[str] = []
@@ -87,7 +62,6 @@ def log_settled(settled: Iterable[Settled], worker: str) -> None:
 
 def log_lost(lost: Iterable[Lease], worker: str) -> None:
     """A line for each lease, as `line` writes it; with a process's connection it loses all."""
-    log_noted()
     lines = [
         line(
             f"The lease of task {one.task_id} is gone: {WHY_IT_IS_GONE}.",

@@ -25,7 +25,7 @@ class Settler(threading.Thread):
     """Takes outcomes from any thread and writes them, on its own connection.
 
     What cannot be written now is kept, with its place among the worker's slots, and tried again;
-    what can never be written is given up, and another worker tries the task when its lease ends.
+    what alone cannot be, beside others, is given up: its task is tried anew when the lease ends.
     `before` is called before what has just ended is written, `on_settled` when slots are free, with
     whether some of these tasks are to be claimed again, now or later.
     """

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
 
 import psycopg2.errors
 
@@ -43,17 +45,39 @@ def batch_to_settle(unsettled: Sequence[Finished]) -> list[Finished]:
     return batch
 
 
+class _Written(NamedTuple):
+    """What came of a batch."""
+
+    settled: list[Settled]
+    held: list[Finished]  # somebody holds their rows
+    refused: list[tuple[Finished, Exception]]  # neither they nor their failure can be stored
+
+
 def settle_batch(
-    conn: db.Connection,
-    batch: Sequence[Finished],
-    retry: Retry,
-    patience_seconds: float = IMPATIENT_SECONDS,
+    conn: db.Connection, batch: Sequence[Finished], retry: Retry
 ) -> tuple[list[Settled], list[Finished]]:
     """Write a batch: what became of it, and what has to be tried again, since its rows are held.
 
     An outcome that cannot be stored is replaced by that failure, alone. If that cannot be stored
-    either, it is in neither: then nobody can write to this row, and its lease is left to run out.
+    either, it is in neither list, and its lease is left to run out: but only if others could be
+    written, so that it is this row and not the database. Else this raises what was said of it.
     """
+    settled, held, refused = _settle(conn, batch, retry, IMPATIENT_SECONDS)
+    for (lease, _), error in refused:
+        if not settled:
+            raise error
+        logger.error(
+            "Neither the outcome of task %s can be stored nor that it failed; "
+            "its lease is left to run out: %s",
+            lease.task_id,
+            _first_line(error),
+        )
+    return settled, held
+
+
+def _settle(
+    conn: db.Connection, batch: Sequence[Finished], retry: Retry, patience_seconds: float
+) -> _Written:
     try:
         settled = _settle_now(conn, batch, retry, patience_seconds)
     except DatabaseUnavailable:
@@ -64,14 +88,12 @@ def settle_batch(
         parts = [[pair] for pair in batch]
     else:
         if settled is not None:
-            return settled, []
+            return _Written(settled, [], [])
         parts = _parts(batch)
         if len(parts) == 1:
-            return [], list(batch)
-    done = [settle_batch(conn, part, retry, IMPATIENT_PART_SECONDS) for part in parts]
-    return [one for settled, _ in done for one in settled], [
-        pair for _, held in done for pair in held
-    ]
+            return _Written([], list(batch), [])
+    done = [_settle(conn, part, retry, IMPATIENT_PART_SECONDS) for part in parts]
+    return _Written(*(list(chain(*of_parts)) for of_parts in zip(*done, strict=True)))
 
 
 def _settle_now(
@@ -102,10 +124,9 @@ def _settle_refused(
     refused: Exception,
     retry: Retry,
     patience_seconds: float,
-) -> tuple[list[Settled], list[Finished]]:
-    """Write instead of an outcome that it cannot be stored; as `settle_batch`."""
+) -> _Written:
+    """Write instead of an outcome that it cannot be stored."""
     lease, _ = pair
-    logger.error("The outcome of task %s cannot be stored: %s", lease.task_id, _first_line(refused))
     reason = f"its outcome could not be stored: {type(refused).__name__}"
     failure = (lease, Outcome("failure", error=reason))
     try:
@@ -113,13 +134,11 @@ def _settle_refused(
     except DatabaseUnavailable:
         raise
     except Exception as refused_again:
-        logger.error(
-            "Nor can it be stored that task %s failed; its lease is left to run out: %s",
-            lease.task_id,
-            _first_line(refused_again),
-        )
-        return [], []
-    return ([], [pair]) if settled is None else (settled, [])
+        return _Written([], [], [(pair, refused_again)])
+    if settled is None:
+        return _Written([], [pair], [])
+    logger.error("The outcome of task %s cannot be stored: %s", lease.task_id, _first_line(refused))
+    return _Written(settled, [], [])
 
 
 def _first_line(refused: Exception) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from langgraph.channels import BinaryOperatorAggregate, LastValue
 from langgraph.checkpoint.base import BaseCheckpointSaver
-from langgraph.graph import StateGraph
+from langgraph.graph import START, StateGraph
 from langgraph.graph.state import CompiledStateGraph
 from pydantic import BaseModel
 
@@ -27,20 +27,25 @@ logger = logging.getLogger(__name__)
 CompiledGraph = CompiledStateGraph[Any, Any, Any, Any]
 
 VERSION_LENGTH = 16
-AS_THEY_ARE = (LastValue, BinaryOperatorAggregate)  # channels that are saved so; others may not be
+AS_THEY_ARE = (LastValue, BinaryOperatorAggregate)  # channels that are saved so, once written
 
 
 @dataclass(frozen=True)
 class Graph:
     """A graph under the name that jobs give it; another `version` has other nodes, edges or state.
 
-    `defaults` are those of its state.
+    `defaults` are what fields of its state hold that nobody has written.
     """
 
     name: str
     compiled: CompiledGraph
     version: str
     defaults: Mapping[str, Any]
+
+    @cached_property
+    def opens_plainly(self) -> bool:
+        """Whether its first code is that of a node; a branch may ask models before any has run."""
+        return START not in self.compiled.builder.branches
 
     @cached_property
     def is_saved_as_it_is(self) -> bool:
@@ -91,7 +96,7 @@ def _loaded(name: str, entry: str) -> Graph:
     try:
         _check(builder)
         compiled = builder.compile(name=name)
-        return Graph(name, compiled, version_of(builder), _defaults(builder.state_schema))
+        return Graph(name, compiled, version_of(builder), _defaults(builder))
     except Exception as refused:
         said = f"{type(refused).__name__}: {words_of_error(refused)}"
         raise Permanent(f"{key} is no graph that can run: {said}") from refused
@@ -137,11 +142,18 @@ def version_of(builder: StateGraph[Any, Any, Any, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:VERSION_LENGTH]
 
 
-def _defaults(schema: type[Any]) -> dict[str, Any]:
+def _defaults(builder: StateGraph[Any, Any, Any, Any]) -> dict[str, Any]:
     """What a field holds that no node has written yet; LangGraph leaves such fields out."""
+    # One with a reducer begins with an empty value of its type, where there is such a value.
+    empty = {
+        name: channel.get()
+        for name, channel in builder.channels.items()
+        if type(channel) is BinaryOperatorAggregate and channel.is_available()
+    }
+    schema = builder.state_schema
     if not issubclass(schema, BaseModel):
-        return {}
-    return {
+        return empty
+    return empty | {
         name: field.get_default(call_default_factory=True, validated_data={})
         for name, field in schema.model_fields.items()
         if not field.is_required()

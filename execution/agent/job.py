@@ -128,6 +128,7 @@ class Job:
             graph.version,
             most,
             is_new=newest is None,
+            opening_waits=graph.opens_plainly,
             keeps_writes=not graph.is_saved_as_it_is,
         )
         compiled = graph.with_saver(saver)

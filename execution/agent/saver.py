@@ -110,9 +110,11 @@ class FencedSaver(PostgresSaver):
         graph_version: str,
         max_state_bytes: int = MOST_BYTES,
         is_new: bool = False,
+        opening_waits: bool = False,
         keeps_writes: bool = True,
     ) -> None:
         """`is_new`: the job has no checkpoint, which the one who holds its lease can know.
+        `opening_waits`: nothing of the graph runs behind LangGraph's first checkpoint.
         `keeps_writes`: a checkpoint of this graph cannot be read without what led to it."""
         super().__init__(pool)  # type: ignore[arg-type]  # a pool of a subclass
         self._pool = pool
@@ -121,6 +123,7 @@ class FencedSaver(PostgresSaver):
         self._graph_version = graph_version
         self._max_state_bytes = max_state_bytes
         self._is_new = is_new
+        self._opening_waits = opening_waits
         self._keeps_writes = keeps_writes
         self.raised: list[Exception] = []  # here, and not by a node
         self.ended_with: Mapping[str, Any] | None = None  # the graph's channels at its end
@@ -155,7 +158,8 @@ class FencedSaver(PostgresSaver):
             self._is_new = False
             self._one_runs_from = checkpoint["id"] if _is_one_task(state, values) else ""
         this.state = state
-        this.waits_in = self._opening if state and state["next_nodes"] == [START] else None
+        waits = self._opening_waits and state is not None and state["next_nodes"] == [START]
+        this.waits_in = self._opening if waits else None
         try:
             fit = {k: _storable(v) for k, v in values.items()}
             saved: Checkpoint = {**checkpoint, "channel_values": fit}

@@ -57,7 +57,7 @@ def test_a_node_is_one_transaction_and_the_checkpoint_before_the_first_comes_wit
 ) -> None:
     task = job(conn)
     graph = chain(("a", says("a")), ("b", says("b")))
-    saver = FencedSaver(pool, task, "v1", keeps_writes=keeps_writes)
+    saver = FencedSaver(pool, task, "v1", opening_waits=True, keeps_writes=keeps_writes)
     run(graph, saver, task)
     assert [row["next_nodes"] for row in states(conn)] == [["__start__"], ["a"], ["b"], []]
     assert sql(conn, TRANSACTIONS) == [{"of_checkpoints": 3, "of_states": 3}]
@@ -75,9 +75,30 @@ def test_a_node_begins_when_all_that_was_before_it_is_committed(
         seen.append([row["next_nodes"] for row in states(conn)])
         return {}
 
-    saver = FencedSaver(pool, task, "v1", is_new=True)
+    saver = FencedSaver(pool, task, "v1", is_new=True, opening_waits=True)
     run(chain(("a", looks), ("b", looks)), saver, task)
     assert seen == [[["__start__"], ["a"]], [["__start__"], ["a"], ["b"]]]
+
+
+@pytest.mark.parametrize("opening_waits", [False, True])
+def test_the_opening_is_saved_while_a_branch_from_the_start_runs_unless_it_waits(
+    conn: Connection, pool: CheckpointPool, opening_waits: bool
+) -> None:
+    """The name of a model call tells behind what it was made: that must be there after a crash."""
+    task = job(conn)
+
+    def chooses(state: Any) -> str:
+        if opening_waits:
+            assert states(conn) == []
+        else:
+            eventually(lambda: [row["next_nodes"] for row in states(conn)] == [["__start__"]])
+        return "a"
+
+    graph = StateGraph(Notes)
+    graph.add_node("a", says("a"))
+    graph.add_conditional_edges(START, chooses, ["a"])
+    saver = FencedSaver(pool, task, "v1", opening_waits=opening_waits)
+    assert run(graph, saver, task)["notes"] == ["a"]
 
 
 # --- at once ---------------------------------------------------------------------------------
@@ -118,7 +139,7 @@ def test_what_a_node_asks_is_saved_at_once(conn: Connection, pool: CheckpointPoo
 
 def test_what_waits_is_there_for_who_reads(conn: Connection, pool: CheckpointPool) -> None:
     task = job(conn)
-    saver = FencedSaver(pool, task, "v1", is_new=True)
+    saver = FencedSaver(pool, task, "v1", is_new=True, opening_waits=True)
     config: Any = {"configurable": {"thread_id": str(task.task_id), "checkpoint_ns": ""}}
     opening: Any = {**empty_checkpoint(), "channel_values": {START: "in"}}
     saver.put(config, opening, {"source": "input", "step": -1}, {START: "1"})

@@ -21,7 +21,16 @@ ONCE_EACH = dict.fromkeys(ROLES, 1)
 SHORT = {"lease_seconds": 2, "heartbeat_seconds": 0.4, "reap_seconds": 0.3}
 GRAPHS = {
     name: f"tests.support.sample_graphs:build_{name}"
-    for name in ("waiting", "choosing", "swallowing", "deaf", "stumbling", "failing")
+    for name in (
+        "waiting",
+        "choosing",
+        "choosing_by_a_call",
+        "swallowing",
+        "deaf",
+        "stumbling",
+        "failing",
+        "reduced",
+    )
 }
 GOOD = {
     "supervisor": answer('{"route": "research", "plan": "go"}'),
@@ -103,10 +112,11 @@ def test_a_node_that_had_its_reply_when_its_worker_was_killed_does_not_pay_again
     queue.check()
 
 
+@pytest.mark.parametrize("graph", ["choosing", "choosing_by_a_call"])
 def test_nor_does_a_branch_in_front_of_all_nodes(
-    processes: Processes, fake: FakeOllama, queue: Queue, tmp_path: Path
+    processes: Processes, fake: FakeOllama, queue: Queue, tmp_path: Path, graph: str
 ) -> None:
-    task_id = submit_job(queue, str(tmp_path), graph="choosing")
+    task_id = submit_job(queue, str(tmp_path), graph=graph)
     first = processes.worker()
     eventually((tmp_path / "entered 1").exists)
     first.kill()
@@ -115,6 +125,15 @@ def test_nor_does_a_branch_in_front_of_all_nodes(
     assert queue.await_status(task_id, "SUCCEEDED")["result"]["said"] == ["echo: last"]
     assert sorted(call.prompt for call in fake.calls) == ["last", "waits"]
     queue.check()
+
+
+def test_fields_that_nobody_wrote_are_in_the_result_as_nodes_would_see_them(
+    processes: Processes, queue: Queue
+) -> None:
+    task_id = submit_job(queue, "go", graph="reduced")
+    processes.worker()
+    result = queue.await_status(task_id, "SUCCEEDED")["result"]
+    assert result == {"text": "x", "notes": [], "score": 0}
 
 
 def test_a_worker_that_wakes_after_its_lease_writes_no_checkpoint(

@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
+from langgraph.func import task as as_task
 from langgraph.graph import END, START, StateGraph
 from langgraph.graph.state import CompiledStateGraph
-from langgraph.runtime import Runtime
+from langgraph.runtime import Runtime, get_runtime
 from langgraph.types import RetryPolicy, interrupt
 from pydantic import BaseModel
 
@@ -84,6 +85,24 @@ def chooses(state: State, runtime: Run) -> str:
 
 
 def build_choosing() -> StateGraph[Any, Any, Any, Any]:
+    return chosen_by(chooses)
+
+
+@as_task
+def waits_in_a_call(state: State) -> None:
+    waits(state, get_runtime(JobContext))
+
+
+def chooses_by_a_call(state: State) -> str:
+    waits_in_a_call(state).result()
+    return "last"
+
+
+def build_choosing_by_a_call() -> StateGraph[Any, Any, Any, Any]:
+    return chosen_by(chooses_by_a_call)
+
+
+def chosen_by(chooses: Callable[..., str]) -> StateGraph[Any, Any, Any, Any]:
     graph = StateGraph(State, context_schema=JobContext)
     graph.add_node("last", last)
     graph.add_conditional_edges(START, chooses, ["last"])
@@ -189,6 +208,20 @@ def asks_anew(state: State) -> Patch:
 def build_gate_renamed() -> StateGraph[Any, Any, Any, Any]:
     """A later version that does not."""
     return line(asks_anew, last)
+
+
+class Reduced(TypedDict, total=False):
+    task: str
+    notes: Annotated[list[str], operator.add]
+    score: Annotated[int, operator.add]
+    text: str
+
+
+def build_reduced() -> StateGraph[Any, Any, Any, Any]:
+    graph = StateGraph(Reduced)
+    graph.add_node("writes", lambda state: {"text": "x"})
+    graph.add_edge(START, "writes")
+    return graph
 
 
 def build_nothing() -> object:

@@ -88,6 +88,11 @@ def test_a_graph_is_built_once_and_its_defaults_are_known() -> None:
         graphs.load("other")
 
 
+def test_a_field_with_a_reducer_is_empty_until_it_is_written() -> None:
+    graphs = Graphs({"reduced": "tests.support.sample_graphs:build_reduced"})
+    assert graphs.load("reduced").defaults == {"notes": [], "score": 0}
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
@@ -116,6 +121,14 @@ def test_a_graph_is_compiled_once_and_runs_with_the_saver_of_each_job() -> None:
     assert second.get_state(of_one).values == {}
     assert (first.checkpointer, second.checkpointer) == savers
     assert graph.compiled.checkpointer is None
+
+
+def test_a_graph_opens_plainly_if_no_branch_is_in_front_of_its_nodes() -> None:
+    assert graph_of(team.build()).opens_plainly
+    branching = StateGraph(team.TeamState)
+    branching.add_node("coder", lambda state: {})
+    branching.add_conditional_edges(START, lambda state: "coder", ["coder"])
+    assert not graph_of(branching).opens_plainly
 
 
 class Collected(TypedDict):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import re
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +13,8 @@ import pytest
 
 from logs import FORMAT, LONGEST_TRACEBACK, LineByLine, WholeLines, line, say_all, set_up_logs
 from queries.leases import ClaimedTask, Lease, Settled
-from worker.sentences import (
-    WHAT_BECAME_OF_IT,
-    log_claimed,
-    log_lost,
-    log_noted,
-    log_settled,
-    note_claimed,
-)
+from worker.sentences import WHAT_BECAME_OF_IT, log_claimed, log_lost, log_settled
 
-TASK = ClaimedTask(Lease(7, "t"), 7, "prompt", {}, "auto", None, 3, 2, 0)
 TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ")
 
 
@@ -139,71 +129,13 @@ def test_what_was_claimed_is_logged_as_every_line_is(
 ) -> None:
     monkeypatch.setattr("worker.sentences.logger", logger)
     logger.setLevel(logging.INFO)
-    log_claimed([(TASK, "local"), (TASK, None)], worker)
+    task = ClaimedTask(Lease(7, "t"), 7, "prompt", {}, "auto", None, 3, 2, 0)
+    log_claimed([(task, "local"), (task, None)], worker)
     counts = {"attempt": 3, "delivery_count": 2}
     assert [TIME.sub("", one) for one in heard.text.splitlines()] == [
         f"INFO    {line('Claimed task 7.', 'claimed', task_id=7, worker=worker, **counts, **more)}"
         for more in ({"route": "local"}, {})
     ]
-
-
-@pytest.fixture
-def nothing_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.sentences._noted", deque())
-
-
-SETTLED = Settled(7, None, "t", "SUCCEEDED", "succeeded", 1, 0, 1, None, None, False)
-
-
-@pytest.mark.usefixtures("nothing_noted")
-@pytest.mark.parametrize(
-    "tell", [lambda: log_settled([SETTLED], "w"), lambda: log_lost([Lease(7, "t")], "w"), log_noted]
-)
-def test_a_claim_that_was_noted_is_logged_once_and_before_what_came_of_it(
-    logger: logging.Logger,
-    heard: Lines,
-    monkeypatch: pytest.MonkeyPatch,
-    tell: Callable[[], None],
-) -> None:
-    monkeypatch.setattr("worker.sentences.logger", logger)
-    logger.setLevel(logging.INFO)
-    note_claimed([(TASK, None)], "w")
-    note_claimed([(TASK, "local")], "v")
-    assert heard.text == ""
-    tell()
-    tell()
-    said = [one.partition("action=")[2].split()[0] for one in heard.text.splitlines()]
-    assert said[:2] == ["claimed", "claimed"]
-    assert "claimed" not in said[2:]
-
-
-@pytest.mark.usefixtures("nothing_noted")
-def test_what_came_of_a_task_waits_until_its_claim_is_in_the_log(
-    logger: logging.Logger, heard: Lines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also while another thread writes it, and has taken it from what was noted."""
-    began, go_on = threading.Event(), threading.Event()
-
-    def slowly(tasks: Any, worker: str) -> None:
-        began.set()
-        go_on.wait(60)
-        log_claimed(tasks, worker)
-
-    monkeypatch.setattr("worker.sentences.logger", logger)
-    monkeypatch.setattr("worker.sentences.log_claimed", slowly)
-    logger.setLevel(logging.INFO)
-    note_claimed([(TASK, None)], "w")
-    writes = threading.Thread(target=log_noted)
-    settles = threading.Thread(target=log_settled, args=[[SETTLED], "w"])
-    writes.start()
-    assert began.wait(60)
-    settles.start()
-    settles.join(0.2)
-    assert heard.text == ""
-    go_on.set()
-    writes.join()
-    settles.join()
-    assert ["Claimed" in one for one in heard.text.splitlines()] == [True, False]
 
 
 @pytest.mark.parametrize("worker", ["host-1", "w 1 action=succeeded\nw", ""])

@@ -205,6 +205,22 @@ def test_what_came_in_the_turn_of_the_loop_in_which_the_end_begins_is_stored(sto
     assert store.batches == [["just in time"]]
 
 
+def test_what_comes_just_before_the_end_begins_is_stored(store: Store) -> None:
+    """The loop was to begin both already; what hands the task over stands behind the end."""
+
+    async def submit() -> Submitted:
+        async with opened() as writer:
+            first = asyncio.create_task(writer.submit(task("just in time")))
+            closing = threading.Thread(target=writer.close)
+            closing.start()
+            writer._thread.join(0.2)
+            await asyncio.to_thread(closing.join)
+            return await asyncio.wait_for(first, 10)
+
+    assert asyncio.run(submit()).status == "PENDING"
+    assert store.batches == [["just in time"]]
+
+
 @pytest.mark.parametrize("name", [None, "a-name"])
 def test_what_comes_while_the_last_is_written_is_refused(store: Store, name: str | None) -> None:
     async def submit() -> list[Any]:

@@ -466,9 +466,11 @@ def test_large_arguments_are_filled_in_by_nobody_that_others_wait_for(
     monkeypatch.setattr("execution.tool.fill", lambda args, *_: begun.append(args) or args)
     calls, no_loop = ToolCalls(SETTINGS), asyncio.new_event_loop()
     no_loop.close()
-    for pad, times in (("x", 1), ("x" * 3000, 0)):
+    large = "x" * 3000
+    for pad, output, times in (("x", "y", 1), (large, "y", 0), ("x", large, 0)):
         begun.clear()
-        calls.begin(step_of("echo", {"a": "{{ n.output }}", "pad": pad}, {}), no_loop)
+        step = step_of("echo", {"a": "{{ n.output }}", "pad": pad}, {Reference("n"): output})
+        calls.begin(step, no_loop)
         assert len(begun) == times
 
 
