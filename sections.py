@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from decimal import Decimal
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -17,8 +19,10 @@ from pydantic import (
     model_validator,
 )
 
-Count = Annotated[int, Field(strict=True, ge=0)]
-AtLeastOne = Annotated[int, Field(strict=True, ge=1)]
+LARGEST_COUNT = 1_000_000_000  # no more than an integer of Postgres
+Count = Annotated[int, Field(strict=True, ge=0, le=LARGEST_COUNT)]
+AtLeastOne = Annotated[int, Field(strict=True, ge=1, le=LARGEST_COUNT)]
+Tokens = Annotated[int, Field(strict=True, ge=0, le=1_000_000_000_000_000)]
 
 
 def _number(value: object) -> object:
@@ -28,9 +32,25 @@ def _number(value: object) -> object:
     return float(value)
 
 
-Seconds = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
+def _is_an_address(url: str) -> str:
+    """Let through what has a host, and a port that can be."""
+    if not urlsplit(url).hostname or urlsplit(url).port == 0:  # both may raise ValueError
+        raise ValueError("this is to be an address: http://HOST:PORT")
+    return url
+
+
+# What is shorter than a millisecond would be no limit at all to Postgres, which counts in those.
+SHORTEST_SECONDS = 0.001
+LONGEST_SECONDS = 31_536_000  # a year
+Seconds = Annotated[
+    float,
+    BeforeValidator(_number),
+    Field(ge=SHORTEST_SECONDS, le=LONGEST_SECONDS, allow_inf_nan=False),
+]
 Money = Annotated[Decimal, Field(ge=0, allow_inf_nan=False)]
-HttpUrl = Annotated[str, Field(strict=True, pattern=r"^https?://[^\s/]+")]
+HttpUrl = Annotated[
+    str, Field(strict=True, pattern=r"^https?://[^\s/]+"), AfterValidator(_is_an_address)
+]
 Name = Annotated[str, Field(strict=True, min_length=1)]
 LONGEST_DAYS = 36_500  # a century; Postgres cannot go back as far as an integer could
 Days = Annotated[int, Field(strict=True, ge=0, le=LONGEST_DAYS)]
@@ -169,7 +189,7 @@ class Limits(Section):
     ticket_seconds: Seconds = 60
     tenant_requests_per_minute: Count = 0
     tenant_queued_tasks: Count = 0
-    tenant_tokens_per_day: Count = 0
+    tenant_tokens_per_day: Tokens = 0
 
 
 class Retention(Section):

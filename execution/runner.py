@@ -278,10 +278,13 @@ class Runner:
                 await self._backends[route].probe()
                 break
             except Outage as ended:
-                self._refusals.away(route)
-                wait_seconds = self._routes.pause(route, str(ended), ended.retry_after_seconds)
-                _log_paused(route, ended, wait_seconds)
-                self._on_route()
+                away = ended
+            except Exception as failed:  # a library's, say: the route must not be forgotten
+                away = Outage(f"{type(failed).__name__}: {failed}", alarm=True)
+            self._refusals.away(route)
+            wait_seconds = self._routes.pause(route, str(away), away.retry_after_seconds)
+            _log_paused(route, away, wait_seconds)
+            self._on_route()
         del self._probes[route]
         self._routes.open(route)
         say(logger, logging.INFO, f"Route {route} is open.", "route_open", route=route)

@@ -127,11 +127,14 @@ told AS (
            bool_and(log.attempt = log.claims) AS numbered,
            count(*) FILTER (WHERE log.life = last_life.life AND log.reason = 'claimed')
                - count(*) FILTER (
-                   WHERE log.life = last_life.life AND log.reason IN ('released', 'outage'))
+                   WHERE log.life = last_life.life
+                     AND log.reason IN ('released', 'outage', 'parked'))
                AS deliveries,
            count(*) FILTER (
                WHERE log.life = last_life.life
-                 AND log.reason IN ('retry', 'max_retry', 'permanent', 'deadline')) AS failures,
+                 AND log.reason IN (
+                     'retry', 'max_retry', 'permanent', 'deadline', 'recursion_limit')
+           ) AS failures,
            count(*) FILTER (WHERE log.reason IN ('reaped', 'max_delivery')) AS reclaims,
            count(*) FILTER (
                WHERE log.from_status = 'RUNNING' AND log.to_status = 'CANCELLED') AS stopped

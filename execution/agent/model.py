@@ -253,7 +253,11 @@ class JobModel(JobContext):
         return self.calls.reply(prompt)
 
     def ask_for(self, prompt: str, schema: Mapping[str, Any]) -> Any:
-        read = reader(schema, self.calls.max_bytes)
+        read_answer = reader(schema, self.calls.max_bytes)
+
+        def read(text: str) -> Any:
+            return _fit_for_a_state(read_answer(text))
+
         text = self.calls.reply(prompt, schema)
         try:
             return read(text)
@@ -266,3 +270,16 @@ class JobModel(JobContext):
 
     def check(self) -> None:
         self.calls.check()
+
+
+def _fit_for_a_state(value: Any) -> Any:
+    """The same value; InvalidAnswer if a checkpoint could not hold it: LangGraph saves 64 bits."""
+    if isinstance(value, dict):
+        for member in value.values():
+            _fit_for_a_state(member)
+    elif isinstance(value, list):
+        for member in value:
+            _fit_for_a_state(member)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise InvalidAnswer("a number in it is too large")
+    return value

@@ -17,7 +17,7 @@ from typing import Any
 import psycopg2
 import pytest
 
-from local import binaries
+from local import binaries, postgres
 from local.postgres import EmbeddedPostgres, EmbeddedPostgresError
 from tests.support.ports import free_port
 
@@ -146,6 +146,17 @@ def test_stop_leaves_no_process_and_may_be_called_twice(server: EmbeddedPostgres
     server.stop()
     assert server.pid is None
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_fast_stop_that_somebody_holds_up_becomes_an_immediate_one(
+    server: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postgres, "FAST_STOP_SECONDS", 0.5)
+    server.start()
+    conn = psycopg2.connect(server.url("postgres"))
+    os.kill(conn.info.backend_pid, signal.SIGSTOP)  # it hears of no fast stop
+    server.stop()
+    assert server.pid is None
 
 
 def test_a_server_whose_starter_was_killed_is_used_again(server: EmbeddedPostgres) -> None:

@@ -55,10 +55,19 @@ REFUSED = {
     "a truth value where seconds belong": (
         "[worker]\nreap_seconds = true", "worker.reap_seconds", "number"),
     "endless seconds": (
-        "[worker]\nlease_seconds = inf", "worker.lease_seconds", "finite"),
-    "no seconds": ("[worker]\npoll_seconds = 0", "worker.poll_seconds", "greater than 0"),
+        "[worker]\nlease_seconds = inf", "worker.lease_seconds", "less than or equal"),
+    "more seconds than Postgres can add to the time": (
+        "[worker]\nlease_seconds = 1e300", "worker.lease_seconds", "less than or equal"),
+    "no seconds": ("[worker]\npoll_seconds = 0", "worker.poll_seconds", "equal to 0.001"),
+    "less than Postgres counts, which would be no limit": (
+        "[database]\nlock_timeout_seconds = 0.0004", "database.lock_timeout_seconds", "0.001"),
     "negative seconds": (
-        "[ollama]\ntimeout_seconds = -1", "ollama.timeout_seconds", "greater than 0"),
+        "[ollama]\ntimeout_seconds = -1", "ollama.timeout_seconds", "equal to 0.001"),
+    "more retries than an integer holds": (
+        "[retry]\nmax_retry = 3000000000", "retry.max_retry", "less than or equal"),
+    "an address with half a bracket": (
+        '[ollama]\nurl = "http://[::1"', "ollama.url", "IPv6"),
+    "a port that cannot be": ('[ollama]\nurl = "http://h:99999"', "ollama.url", "Port"),
     "a number where a text belongs": ("[models]\nlocal = 3", "models.local", "string"),
     "an empty text": ('[models]\ncloud = ""', "models.cloud", "at least 1 character"),
     "an address that is none": ('[ollama]\nurl = "ftp://x"', "ollama.url", "https?"),

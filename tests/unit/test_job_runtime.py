@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import Future
-from typing import Annotated, Any, TypedDict
+from typing import Annotated, Any, TypedDict, cast
 
 import pytest
 
@@ -17,7 +17,7 @@ from langgraph.graph import START, StateGraph
 
 from execution.agent import team
 from execution.agent.graphs import Graph, Graphs, version_of
-from execution.agent.model import Frames
+from execution.agent.model import Frames, JobModel
 from execution.agent.signals import Signals
 from execution.backends.server import Answer
 from execution.errors import EmptyAnswer, Failure, Permanent
@@ -64,6 +64,36 @@ def test_a_drain_reaches_a_graph_whether_it_runs_already_or_not(is_early: bool) 
         assert heard == []
         signals.drain()
     assert heard == ["drain"]
+
+
+# --- replies --------------------------------------------------------------------------------------
+
+
+class Replies:
+    """What stands for a job's calls: the model says one text after the other."""
+
+    max_bytes = 1_000_000
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = list(texts)
+        self.prompts: list[str] = []
+
+    def reply(self, prompt: str, schema: Any = None) -> str:
+        self.prompts.append(prompt)
+        return self.texts.pop(0)
+
+
+@pytest.mark.parametrize("large", [2**64, -(2**63) - 1, 10**3000])
+def test_a_number_that_no_checkpoint_holds_is_asked_for_once_more(large: int) -> None:
+    """Else the job would fail at that paid reply in each of its attempts."""
+    schema = {"type": "object", "properties": {"x": {"type": "array"}}}
+    calls = Replies(f'{{"x": [1, {{"y": {large}}}]}}', '{"x": [2]}')
+    job = JobModel(7, 1, False, 2, calls=cast(Any, calls))
+    assert job.ask_for("How many?", schema) == {"x": [2]}
+    assert "a number in it is too large" in calls.prompts[1]
+    fits = Replies(f'{{"x": [{2**64 - 1}, {-(2**63)}, 1.5, true]}}')
+    job = JobModel(7, 1, False, 2, calls=cast(Any, fits))
+    assert job.ask_for("How many?", schema)["x"][0] == 2**64 - 1
 
 
 # --- graphs ---------------------------------------------------------------------------------------

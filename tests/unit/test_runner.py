@@ -106,6 +106,34 @@ def runner() -> Iterator[Runner]:
     eventually(lambda: runner._loop.is_closed())
 
 
+def test_a_probe_that_fails_as_no_probe_should_is_told_and_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A library's own error, say: a route that nobody probes any more would never open."""
+    routes = Routes(SETTINGS.routing, decide_route)
+    pause, told, errors = routes.pause, list[str](), [OverflowError("port must be 0-65535")] * 2
+
+    def pause_shortly(route: str, reason: str, *others: Any) -> float:
+        told.append(reason)
+        pause(route, reason, *others)
+        return 0.01
+
+    async def probe() -> None:
+        if errors:
+            raise errors.pop()
+
+    runner = Runner(SETTINGS, routes, lambda: None, lambda *_: None)
+    monkeypatch.setattr(routes, "pause", pause_shortly)
+    for backend in runner._backends.values():
+        monkeypatch.setattr(backend, "probe", probe)
+    runner.open()
+    try:
+        eventually(lambda: len(told) == 2 and not routes.paused())
+    finally:
+        runner.close()
+    assert told == ["OverflowError: port must be 0-65535"] * 2
+
+
 def test_a_loop_that_does_not_answer_is_left_behind_and_ends_when_it_does(
     runner: Runner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
