@@ -39,14 +39,12 @@ def _is_an_address(url: str) -> str:
     return url
 
 
-# What is shorter than a millisecond would be no limit at all to Postgres, which counts in those.
-SHORTEST_SECONDS = 0.001
 LONGEST_SECONDS = 31_536_000  # a year
 Seconds = Annotated[
-    float,
-    BeforeValidator(_number),
-    Field(ge=SHORTEST_SECONDS, le=LONGEST_SECONDS, allow_inf_nan=False),
+    float, BeforeValidator(_number), Field(gt=0, le=LONGEST_SECONDS, allow_inf_nan=False)
 ]
+# Postgres counts in milliseconds, and takes none of them for no limit.
+LimitSeconds = Annotated[Seconds, Field(ge=0.001)]
 Money = Annotated[Decimal, Field(ge=0, allow_inf_nan=False)]
 HttpUrl = Annotated[
     str, Field(strict=True, pattern=r"^https?://[^\s/]+"), AfterValidator(_is_an_address)
@@ -218,8 +216,8 @@ class DatabaseSettings(Section):
     pool_size: AtLeastOne = 8
     pool_wait_seconds: Seconds = 5
     connect_timeout_seconds: Seconds = 5
-    reply_timeout_seconds: Seconds = 30
-    lock_timeout_seconds: Seconds = 5
+    reply_timeout_seconds: LimitSeconds = 30
+    lock_timeout_seconds: LimitSeconds = 5
 
 
 class HttpGet(Section):

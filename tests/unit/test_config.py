@@ -58,11 +58,11 @@ REFUSED = {
         "[worker]\nlease_seconds = inf", "worker.lease_seconds", "less than or equal"),
     "more seconds than Postgres can add to the time": (
         "[worker]\nlease_seconds = 1e300", "worker.lease_seconds", "less than or equal"),
-    "no seconds": ("[worker]\npoll_seconds = 0", "worker.poll_seconds", "equal to 0.001"),
+    "no seconds": ("[worker]\npoll_seconds = 0", "worker.poll_seconds", "greater than 0"),
     "less than Postgres counts, which would be no limit": (
         "[database]\nlock_timeout_seconds = 0.0004", "database.lock_timeout_seconds", "0.001"),
     "negative seconds": (
-        "[ollama]\ntimeout_seconds = -1", "ollama.timeout_seconds", "equal to 0.001"),
+        "[ollama]\ntimeout_seconds = -1", "ollama.timeout_seconds", "greater than 0"),
     "more retries than an integer holds": (
         "[retry]\nmax_retry = 3000000000", "retry.max_retry", "less than or equal"),
     "an address with half a bracket": (
