@@ -73,8 +73,16 @@ def model_server(stage: Stage, env: Mapping[str, str]) -> Process:
     port = free_port()
     model = stage.process([sys.executable, "-m", "local.model", "--port", str(port)], env)
     model.url = f"http://127.0.0.1:{port}"
-    eventually(lambda: answers_like_ollama(model.url), MODEL_READY_SECONDS, "the model")
+    eventually(lambda: answers_like_ollama(model.url), MODEL_READY_SECONDS, "the model's server")
+    eventually(lambda: has_loaded(model.url), MODEL_READY_SECONDS, "the model")
     return model
+
+
+def has_loaded(model_url: str) -> bool:
+    """Whether it answers prompts: until it can, its server says 503."""
+    body = {"model": MODEL, "prompt": "Hello", "stream": False, "options": {"num_predict": 1}}
+    answer = httpx.post(f"{model_url}/api/generate", json=body, timeout=LONGEST_SECONDS)
+    return answer.status_code == httpx.codes.OK
 
 
 def per_second(ask: Callable[[], Coroutine[Any, Any, int]]) -> float:
