@@ -211,7 +211,8 @@ def test_many_that_are_stopped_together_wake_the_loop_once(
     runner.stop([])
     taken: list[Finished] = []
     eventually(lambda: taken.extend(runner.take_finished()) or len(taken) == len(leases) - 1)
-    assert len(woken) == 1
+    # The probes of its routes wake it as well.
+    assert len([what for what, *_ in woken if what == runner._cancel]) == 1
     assert {lease for lease, _ in taken} == set(leases[:-1])
     assert {outcome.verdict for _, outcome in taken} == {"released"}
     monkeypatch.undo()
