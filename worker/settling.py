@@ -45,6 +45,10 @@ def batch_to_settle(unsettled: Sequence[Finished]) -> list[Finished]:
     return batch
 
 
+class NothingStored(Exception):
+    """No outcome of a batch can be stored now; the text says why, and quotes none of them."""
+
+
 class _Written(NamedTuple):
     """What came of a batch."""
 
@@ -60,12 +64,12 @@ def settle_batch(
 
     An outcome that cannot be stored is replaced by that failure, alone. If that cannot be stored
     either, it is in neither list, and its lease is left to run out: but only if others could be
-    written, so that it is this row and not the database. Else this raises what was said of it.
+    written, so that it is this row and not the database. Else this raises NothingStored.
     """
     settled, held, refused = _settle(conn, batch, retry, IMPATIENT_SECONDS)
     for (lease, _), error in refused:
         if not settled:
-            raise error
+            raise NothingStored(_first_line(error)) from None
         logger.error(
             "Neither the outcome of task %s can be stored nor that it failed; "
             "its lease is left to run out: %s",

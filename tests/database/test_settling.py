@@ -150,18 +150,28 @@ def test_an_outcome_that_cannot_be_stored_nor_its_failure_is_given_up_and_delays
 
 @pytest.mark.parametrize("tasks", [1, 3])
 def test_what_keeps_every_outcome_from_being_stored_loses_none_of_them(
-    conn: Connection, settler_of: Callable[[Held, list[Any]], Settler], tasks: int
+    conn: Connection,
+    settler_of: Callable[[Held, list[Any]], Settler],
+    caplog: pytest.LogCaptureFixture,
+    tasks: int,
 ) -> None:
     """It is the database then, and not the row: nobody is to do what was paid once more."""
     claimed = [rows.claimed(conn) for _ in range(tasks)]
     leases = [task.lease for task in claimed]
     held = Held()
     held.add(claimed)
-    settler = settler_of(held, [(lease, DONE) for lease in leases])
-    rows.sql(conn, "ALTER TABLE audit_log RENAME TO audit_log_away")
+    told = Outcome("succeeded", result={"text": "an answer that no log is to have"})
+    settler = settler_of(held, [(lease, told) for lease in leases])
+    refuses = (
+        "ALTER TABLE tasks ADD CONSTRAINT nothing CHECK (finished_at IS NULL AND retry_count = 0)"
+    )
+    rows.sql(conn, refuses)
     assert settler._settle_safely() is not None
     assert held.leases() == leases  # the heartbeat goes on to renew them
-    rows.sql(conn, "ALTER TABLE audit_log_away RENAME TO audit_log")
+    rows.sql(conn, "ALTER TABLE tasks DROP CONSTRAINT nothing")
+    assert 'violates check constraint "nothing"' in caplog.text
+    assert "an answer" not in caplog.text
+    assert "Failing row" not in caplog.text
     assert settler._settle_safely() is None
     assert len(held) == 0
     assert {rows.row(conn, lease.task_id)["status"] for lease in leases} == {"SUCCEEDED"}
