@@ -2,9 +2,10 @@
 
 The worker's main thread hands tasks in (`start`) and stops them (`stop`), its settler takes what
 came of them (`take_finished`); neither ever waits for a task. Where a task is handed in, a tool
-that returns at once is called, and the thread of any other function begun, for a turn of the loop
-would take longer; the loop only waits for it. Only agent jobs touch the database, from their own
-threads and over connections of their own; no other task does.
+that returns at once is called, and the thread of any other function begun, which says itself when
+it has succeeded: a turn of the loop would take longer. The loop sees to deadlines, stops and
+errors. Only agent jobs touch the database, from their own threads and over connections of their
+own; no other task does.
 """
 
 from __future__ import annotations
@@ -42,6 +43,22 @@ LONGEST_CLOSE_SECONDS = 10.0
 MOST_HANG_UPS = 5
 
 
+class End:
+    """The end of one task, told once: by the thread of its tool or by the loop, who is first."""
+
+    def __init__(self, tell: Callable[[Outcome], None]) -> None:
+        self._tell = tell
+        self._told = threading.Lock()  # taken by the first, and never given back
+
+    @property
+    def is_told(self) -> bool:
+        return self._told.locked()
+
+    def __call__(self, outcome: Outcome) -> None:
+        if self._told.acquire(blocking=False):
+            self._tell(outcome)
+
+
 class Runner:
     """Runs tasks until they end, are stopped, or meet their deadline.
 
@@ -66,7 +83,7 @@ class Runner:
         self._on_piece = on_piece
         self._on_route = on_route
         self._finished: deque[Finished] = deque()
-        self._to_begin: deque[tuple[ClaimedTask, str | None, Thread[Any] | None]] = deque()
+        self._to_begin: deque[tuple[ClaimedTask, str | None, Thread[Any] | None, End]] = deque()
         self._is_waking = False
         self._running: dict[Lease, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
@@ -99,11 +116,12 @@ class Runner:
 
     def start(self, task: ClaimedTask, route: str | None) -> None:
         """Begin `task`; its outcome will be among the finished, at once if it takes no time."""
-        begun = self._tools.begin(task, self._loop) if task.kind == "tool" else None
+        end = End(partial(self.end, task.lease))
+        begun = self._tools.begin(task, end) if task.kind == "tool" else None
         if isinstance(begun, Outcome):
-            self.end(task.lease, begun)
+            end(begun)
             return
-        self._to_begin.append((task, route, begun))
+        self._to_begin.append((task, route, begun, end))
         if not self._is_waking:  # of many that are started together, the first wakes the loop
             self._is_waking = True
             self._loop.call_soon_threadsafe(self._begin_all)
@@ -151,8 +169,10 @@ class Runner:
     def _begin_all(self) -> None:
         self._is_waking = False
         while self._to_begin:
-            task, route, begun = self._to_begin.popleft()
-            self._running[task.lease] = self._loop.create_task(self._run(task, route, begun))
+            task, route, begun, end = self._to_begin.popleft()
+            if not end.is_told:
+                running = self._loop.create_task(self._run(task, route, begun, end))
+                self._running[task.lease] = running
 
     def _cancel(self, leases: Sequence[Lease]) -> None:
         for lease in leases:
@@ -160,7 +180,9 @@ class Runner:
                 # After its first step: a coroutine cancelled before that never runs, nor reports.
                 self._loop.call_soon(running.cancel)
 
-    async def _run(self, task: ClaimedTask, route: str | None, begun: Thread[Any] | None) -> None:
+    async def _run(
+        self, task: ClaimedTask, route: str | None, begun: Thread[Any] | None, end: End
+    ) -> None:
         seconds = task.timeout_seconds or self._settings.worker.task_timeout_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -175,7 +197,7 @@ class Runner:
                 outcome, max_retry=own.max_retry, max_delay_seconds=own.max_delay_seconds
             )
         self._running.pop(task.lease, None)
-        self.end(task.lease, outcome)
+        end(outcome)
 
     async def _carry_out(
         self, task: ClaimedTask, route: str | None, begun: Thread[Any] | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -33,12 +33,13 @@ class ToolCalls:
         self._left_behind: set[asyncio.Task[Any]] = set()  # asyncio holds tasks by weak references
 
     def begin(
-        self, task: ClaimedTask, loop: asyncio.AbstractEventLoop
+        self, task: ClaimedTask, on_success: Callable[[Outcome], None]
     ) -> Outcome | Thread[Any] | None:
         """The outcome of a call that takes no time, or the thread that makes one already, for
-        `run` to await on `loop`; None: `run` has something to do before the call.
+        `run` to await; None: `run` has something to do before the call.
 
-        On any thread.
+        On any thread. `on_success` is called by that thread, if the tool returns, for a turn of
+        `run`'s loop would take longer.
         """
         try:
             tool, args = self._registry.find(task.payload["tool"]), task.payload["args"]
@@ -52,7 +53,11 @@ class ToolCalls:
                 result = tool.function(**args)
                 if is_plain(result, self._most_bytes_at_once):
                     return Outcome("succeeded", result=result)
-            return tool.begin(args, self._context_of(task), loop)
+            return tool.begin(
+                args,
+                self._context_of(task),
+                lambda result: on_success(Outcome("succeeded", result=result)),
+            )
         except Exception:  # whatever is wrong, the way that all calls go will tell it
             return None
 

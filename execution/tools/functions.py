@@ -12,7 +12,6 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -61,11 +60,11 @@ class FunctionTool:
         self,
         args: Mapping[str, Any],
         context: ToolContext,
-        loop: asyncio.AbstractEventLoop | None = None,
+        on_result: Callable[[Any], None] = lambda result: None,
     ) -> Thread[Any]:
         """Such a call, in its thread. When nobody waits for it any more, the function is told.
 
-        On any thread, if `loop` is the one that waits for it.
+        `on_result` is called in that thread, before who waits hears of the result.
         """
         own = OwnLoop()
 
@@ -74,8 +73,13 @@ class FunctionTool:
             own.cancel()
 
         title = f"tool {self.name} of task {context.task_id}"
-        call = partial(self._call, args, context, own)
-        return Thread(title, call, on_cancel=stop, afterwards=own.close, loop=loop)
+
+        def call() -> Any:
+            result = self._call(args, context, own)
+            on_result(result)
+            return result
+
+        return Thread(title, call, on_cancel=stop, afterwards=own.close)
 
     def _call(self, args: Mapping[str, Any], context: ToolContext, loop: OwnLoop) -> Any:
         values = self._read(args, context)

@@ -75,11 +75,16 @@ def _nothing() -> None:
     pass
 
 
-class Thread(Generic[T]):
-    """One call, already begun. Belongs to an event loop: to that which runs here, or to `loop`.
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
-    `on_cancel` is called by that loop when nobody waits for the result any more, `afterwards` by
-    the thread when the result is on its way. `is_last`: in a thread that begins and ends with it.
+
+class Thread(Generic[T]):
+    """One call, already begun; any event loop may wait for what comes of it, once.
+
+    `on_cancel` is called by that loop when it waits no more, `afterwards` by the thread when the
+    result is on its way. `is_last`: in a thread that begins and ends with it.
     """
 
     def __init__(
@@ -89,14 +94,13 @@ class Thread(Generic[T]):
         on_cancel: Callable[[], None] = _nothing,
         afterwards: Callable[[], None] = _nothing,
         is_last: bool = False,
-        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         self._name = name
         self._function = function
         self._on_cancel = on_cancel
         self._afterwards = afterwards
-        self._loop = loop or asyncio.get_running_loop()
-        self._ended: asyncio.Future[tuple[Any, BaseException | None]] = self._loop.create_future()
+        self._outcome: tuple[Any, BaseException | None] | None = None
+        self._waiter: asyncio.Future[None] | None = None
         self._is_running = True
         _Caller.begin(name, self._run, is_last)
 
@@ -105,12 +109,17 @@ class Thread(Generic[T]):
 
         Cancelling this leaves the thread to itself.
         """
+        loop = asyncio.get_running_loop()
+        self._waiter = waiter = loop.create_future()
         try:
-            return await self._ended
+            # The thread says that it has ended, and then looks for a waiter: one sees the other.
+            while (outcome := self._outcome) is None:
+                await waiter
         except asyncio.CancelledError:
             self._on_cancel()
-            self._loop.call_later(DEAF_SECONDS, self._say_if_deaf)
+            loop.call_later(DEAF_SECONDS, self._say_if_deaf)
             raise
+        return outcome
 
     async def result(self) -> T:
         """What the function returned or raised. Cancelling this leaves the thread to itself."""
@@ -130,17 +139,15 @@ class Thread(Generic[T]):
             value = self._function()
         except BaseException as raised:  # whatever it is, it is the caller's, not the process's
             error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-            self._loop.call_soon_threadsafe(self._end, value, error)
+        self._outcome = (value, error)
+        if (waiter := self._waiter) is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                waiter.get_loop().call_soon_threadsafe(_wake, waiter)
         try:
             self._afterwards()
         except BaseException:
             logger.exception("What %s left behind cannot be ended", self._name)
         self._is_running = False
-
-    def _end(self, value: Any, error: BaseException | None) -> None:
-        if not self._ended.done():
-            self._ended.set_result((value, error))
 
 
 async def in_thread(name: str, function: Callable[[], T]) -> T:

@@ -69,7 +69,7 @@ async def begun_and_outcome(
 ) -> tuple[Outcome | Thread[Any] | None, Outcome]:
     """What is there when a call was begun, and what comes of it."""
     calls = ToolCalls(settings)
-    begun = calls.begin(task, asyncio.get_running_loop())
+    begun = calls.begin(task, lambda outcome: None)
     return begun, begun if isinstance(begun, Outcome) else await calls.run(task, begun)
 
 
@@ -382,17 +382,53 @@ def test_a_call_that_takes_no_time_has_ended_when_it_was_begun(
     assert runner.take_finished() == []
 
 
-def test_a_function_is_called_though_the_loop_has_no_time_to_begin_anything(
+def test_a_function_is_called_and_succeeds_though_the_loop_has_no_time_for_anything(
     runner: Runner,
 ) -> None:
     runner._loop.call_soon_threadsafe(sample_tools.RELEASED.wait)
     runner.start(task_of("note", {"what": 1}), None)
     runner.start(step_of("note", {"what": "{{ n.output }}"}, {Reference("n"): 2}), None)
-    eventually(lambda: sorted(sample_tools.SEEN) == ["note: 1", "note: 2"])
-    assert runner.take_finished() == []
-    sample_tools.RELEASED.set()
     eventually(lambda: len(runner._finished) == 2)
-    assert len(sample_tools.SEEN) == 2  # and by nobody else
+    assert sorted(sample_tools.SEEN) == ["note: 1", "note: 2"]
+    sample_tools.RELEASED.set()
+    assert [outcome.verdict for _, outcome in runner.take_finished()] == ["succeeded"] * 2
+    assert len(sample_tools.SEEN) == 2  # by nobody else
+
+
+def test_the_loop_begins_nothing_for_a_task_that_ended_before_it_had_time(runner: Runner) -> None:
+    held_up, running = threading.Event(), []
+    runner._loop.call_soon_threadsafe(held_up.wait)
+    task = task_of("note", {"what": 1})
+    runner.start(task, None)
+    runner._loop.call_soon_threadsafe(lambda: running.append(list(runner._running)))
+    assert finished(runner)[1].verdict == "succeeded"
+    runner.stop([task.lease])
+    held_up.set()
+    eventually(lambda: running)
+    assert running == [[]]
+    assert runner.take_finished() == []
+
+
+def test_a_task_ends_once_though_its_thread_and_the_loop_both_hear_of_its_end(
+    runner: Runner,
+) -> None:
+    runner.start(task_of("deaf", {}), None)
+    eventually(lambda: runner._running)
+    sample_tools.RELEASED.set()
+    eventually(lambda: not runner._running)
+    assert [outcome.result for _, outcome in runner.take_finished()] == ["done"]
+
+
+def test_what_a_tool_returns_after_it_was_stopped_is_nobody_s(runner: Runner) -> None:
+    task = task_of("deaf", {})
+    runner.start(task, None)
+    eventually(lambda: runner._running)
+    runner.stop([task.lease])
+    assert finished(runner)[1].verdict == "released"
+    sample_tools.RELEASED.set()
+    eventually(lambda: not any("task 7" in one.name for one in threading.enumerate()))
+    assert sample_tools.SEEN == ["deaf: done"]
+    assert runner.take_finished() == []
 
 
 def test_a_stop_reaches_a_tool_that_began_before_the_loop_knew_of_it(runner: Runner) -> None:
@@ -464,13 +500,12 @@ def test_large_arguments_are_filled_in_by_nobody_that_others_wait_for(
 ) -> None:
     begun: list[Any] = []
     monkeypatch.setattr("execution.tool.fill", lambda args, *_: begun.append(args) or args)
-    calls, no_loop = ToolCalls(SETTINGS), asyncio.new_event_loop()
-    no_loop.close()
+    calls = ToolCalls(SETTINGS)
     large = "x" * 3000
     for pad, output, times in (("x", "y", 1), (large, "y", 0), ("x", large, 0)):
         begun.clear()
         step = step_of("echo", {"a": "{{ n.output }}", "pad": pad}, {Reference("n"): output})
-        calls.begin(step, no_loop)
+        calls.begin(step, lambda outcome: None)
         assert len(begun) == times
 
 
