@@ -34,8 +34,8 @@ class Goal:
     @property
     def limit(self) -> str:
         if self.at_least is not None:
-            return f"at least {self.at_least:g}"
-        return f"at most {self.at_most:g}"
+            return f"at least {self.at_least:,g}"
+        return f"at most {self.at_most:,g}"
 
 
 GOALS = (
@@ -67,7 +67,7 @@ GOALS = (
     Goal("Runs", "runs", "star / plain drain", at_least=0.7),
     Goal("Runs", "runs", "ms to create 1,000 steps", at_most=50),
     Goal("Agents", "agents", "node / plain LangGraph", at_most=1.3),
-    Goal("Agents", "agents", "32 jobs / 32 savers on one pool", at_least=0.8),
+    Goal("Agents", "agents", "32 whole jobs / 32 savers on one pool", at_least=0.8),
     Goal("Pass-through", "passthrough", "tokens/s / directly", at_least=0.97),
     Goal("Footprint", "idle", "worker MB", at_most=60),
     Goal("Footprint", "idle", "worker ready after s", at_most=0.7),

@@ -14,8 +14,8 @@ from bench import __main__ as bench
 from bench import goals
 from bench.goals import GOALS, Goal, judge, read_results
 from bench.plots import draw
-from bench.report import Record, percentile, short, spread
-from bench.summary import table, without_values
+from bench.report import RESULTS, SUMMARY, Record, percentile, short, spread
+from bench.summary import pages, table, table_of_goals, with_goals, without_values
 
 FASTER = Goal("Drain", "drain", "ours / theirs", at_least=1.0)
 SMALLER = Goal("Idle", "idle", "transactions/s", at_most=1.0)
@@ -163,6 +163,28 @@ def test_what_was_not_measured_is_not_drawn(tmp_path: Path) -> None:
     assert drawn(tmp_path, {}) == {}
 
 
+# --- documents -------------------------------------------------------------------------------
+
+
 def test_a_table_shows_the_middle_and_both_ends() -> None:
     lines = table(found("drain", {"ours, 1 worker": 100.0}))
     assert "| ours, 1 worker | 150 (100-200) tasks/s | 2 |" in lines
+
+
+def test_the_table_of_goals_says_of_each_what_was_found_and_whether_it_is_reached() -> None:
+    summary = {"idle": found("idle", {"worker MB": 50.0, "API MB": 100.0})}
+    lines = table_of_goals(summary)
+    assert "| Footprint | worker MB | at most 60 | 50.0 (50.0-50.0) of 1 | reached |" in lines
+    assert "| Footprint | API MB | at most 90 | 100 (100-100) of 1 | **missed** |" in lines
+    assert "| Pass-through | tokens/s / directly | at least 0.97 | | not measured |" in lines
+    assert len(lines) == 2 + len(GOALS)
+
+
+def test_a_page_without_a_place_for_the_table_of_goals_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing stands between"):
+        with_goals("# How fast it is", ["a line"])
+
+
+def test_the_documents_show_what_the_summary_says() -> None:
+    summary = json.loads((RESULTS / SUMMARY).read_text())
+    assert [page.name for page, text in pages(summary).items() if page.read_text() != text] == []
