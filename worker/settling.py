@@ -6,7 +6,8 @@ One that Postgres refuses, or whose rows somebody holds, keeps no other from bei
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import psycopg2.errors
@@ -113,20 +114,51 @@ def _settle_refused(
     retry: Retry,
     patience_seconds: float,
 ) -> Written:
-    """Write instead of an outcome that it cannot be stored."""
-    lease, _ = pair
+    """Write instead of an outcome that it cannot be stored.
+
+    It cannot, if it is refused on both sides of a write that is taken: Postgres may have stored
+    nothing until a moment ago, and what is finished is not to be done anew for that.
+    """
+    (lease, outcome), limits = pair, (retry, patience_seconds)
     reason = f"its outcome could not be stored: {type(refused).__name__}"
-    failure = (lease, Outcome("failure", error=reason))
+    failure = Outcome("failure", error=reason)
+    with _taken_back(conn):
+        written = _settle_one(conn, pair, failure, *limits)
+    if not written.settled:
+        return written
+    written = _settle_one(conn, pair, outcome, *limits)
+    if not written.refused:
+        return written
+    written = _settle_one(conn, pair, failure, *limits)
+    if written.settled:
+        why = _first_line(refused)
+        logger.error("The outcome of task %s cannot be stored: %s", lease.task_id, why)
+    return written
+
+
+def _settle_one(
+    conn: db.Connection, pair: Finished, outcome: Outcome, retry: Retry, patience_seconds: float
+) -> Written:
+    """Write this of the task in `pair`, which is what has to be tried again."""
     try:
-        settled = _settle_now(conn, [failure], retry, patience_seconds)
+        settled = _settle_now(conn, [(pair[0], outcome)], retry, patience_seconds)
     except DatabaseUnavailable:
         raise
-    except Exception as refused_again:
-        return Written(refused=[(pair, _first_line(refused_again))])
-    if settled is None:
-        return Written(held=[pair])
-    logger.error("The outcome of task %s cannot be stored: %s", lease.task_id, _first_line(refused))
-    return Written(settled)
+    except Exception as refused:
+        return Written(refused=[(pair, _first_line(refused))])
+    return Written(held=[pair]) if settled is None else Written(settled)
+
+
+class _TakenBack(Exception):
+    pass
+
+
+@contextmanager
+def _taken_back(conn: db.Connection) -> Iterator[None]:
+    """Nothing that is written inside the block stays."""
+    with suppress(_TakenBack), db.transaction(conn):
+        yield
+        raise _TakenBack
 
 
 def _first_line(refused: Exception) -> str:

@@ -123,15 +123,9 @@ class Settling:
     def __init__(self, settings: Settings, conn: Connection) -> None:
         self.conn = conn
         self.held = Held()
-        self.after_batch: Iterator[None] = iter(())
         self._finished: list[Finished] = []
         self.settler = Settler(
-            settings,
-            "w",
-            self.held,
-            self._take,
-            lambda: None,
-            lambda _: next(self.after_batch, None),
+            settings, "w", self.held, self._take, lambda: None, lambda is_any: None
         )
 
     def claim(self, count: int) -> list[Lease]:
@@ -285,32 +279,33 @@ def test_what_keeps_every_outcome_from_being_stored_loses_none_of_them(
     assert set(settling.statuses(finished)) == {"SUCCEEDED"}
 
 
-@pytest.mark.parametrize(("begins_behind", "lasts"), [(0, 2), (0, 6), (2, 3), (2, 5)])
 def test_an_outage_that_begins_and_ends_amid_writes_loses_no_finished_work(
-    conn: Connection,
-    settling: Settling,
-    monkeypatch: pytest.MonkeyPatch,
-    begins_behind: int,
-    lasts: int,
+    conn: Connection, settling: Settling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was stored before an outcome is refused, or after it, says nothing alone."""
+    """What is stored before an outcome is refused, or after it, says nothing alone."""
+    settle_tasks = leases.settle_tasks
+    statements = itertools.count()
+    outage = range(0)
 
-    def change_between_batches() -> Iterator[None]:
-        for batch in itertools.count():
-            if batch == begins_behind:
-                begin_outage(conn)
-            if batch == begins_behind + lasts:
-                end_outage(conn)
-            yield
+    def in_between(conn: Connection, batch: list[Finished], retry: Retry) -> list[Settled]:
+        statement = next(statements)
+        if statement == outage.start:
+            begin_outage(settling.conn)
+        if statement == outage.stop:
+            end_outage(settling.conn)
+        return settle_tasks(conn, batch, retry)
 
-    monkeypatch.setattr("worker.settling.LARGEST_BATCH", 1)
-    settling.after_batch = change_between_batches()
-    next(settling.after_batch)
-    finished = settling.claim(4)
-    settling.end(*finished)
-    while len(settling.held):
-        settling.round(after_seconds=1)
-    assert set(settling.statuses(finished)) == {"SUCCEEDED"}
+    monkeypatch.setattr(leases, "settle_tasks", in_between)
+    monkeypatch.setattr("worker.settling.LARGEST_BATCH", 2)
+    for begins in range(3):
+        for lasts in range(1, 9):
+            outage, statements = range(begins, begins + lasts), itertools.count()
+            finished = settling.claim(4)
+            settling.end(*finished)
+            for _ in range(9):
+                settling.round(after_seconds=1)
+            assert len(settling.held) == 0
+            assert settling.statuses(finished) == ["SUCCEEDED"] * 4, outage
 
 
 def test_a_refused_outcome_whose_lease_was_lost_meanwhile_is_forgotten(
