@@ -150,7 +150,7 @@ def _settle_one(
 
 
 class _TakenBack(Exception):
-    pass
+    """Ends a transaction with ROLLBACK."""
 
 
 @contextmanager
