@@ -13,6 +13,7 @@ from errors import DatabaseUnavailable
 from logs import say
 from worker.held import Held
 from worker.link import SHORT_REPLY_SECONDS
+from worker.refused import Refused
 from worker.sentences import log_lost, log_settled
 from worker.settling import Finished, batch_to_settle, settle_batch
 
@@ -24,8 +25,8 @@ HELD_UP_SECONDS = 0.05  # before it tries again what somebody holds
 class Settler(threading.Thread):
     """Takes outcomes from any thread and writes them, on its own connection.
 
-    What cannot be written now is kept, with its place among the worker's slots, and tried again;
-    what alone cannot be, beside others, is given up: its task is tried anew when the lease ends.
+    What cannot be written now is kept, with its place among the worker's slots, and tried again.
+    What `Refused` keeps no longer is given up: its task is tried anew when the lease ends.
     `before` is called before what has just ended is written, `on_settled` when slots are free, with
     whether some of these tasks are to be claimed again, now or later.
     """
@@ -50,6 +51,7 @@ class Settler(threading.Thread):
         self._is_ended = False
         self._is_hurried = False
         self._unsettled: list[Finished] = []
+        self._refused = Refused()
         self._conn: db.Connection | None = None
 
     def begin(self) -> None:
@@ -98,24 +100,36 @@ class Settler(threading.Thread):
             return 1.0
 
     def _settle(self) -> float | None:
-        """Write every outcome there is, in batches."""
+        """Write every outcome there is, and last those that were refused before."""
         if finished := self._take_finished():
             self._unsettled += finished
             self._before()
-        held_up = 0  # the first of them: somebody holds their rows
+        held_up = self._settle_behind(0)
+        self._unsettled += self._refused.take_due()
+        held_up = self._settle_behind(held_up)
+        return HELD_UP_SECONDS if held_up else self._refused.pause_seconds()
+
+    def _settle_behind(self, held_up: int) -> int:
+        """Write, in batches, what is behind the first outcomes: somebody holds the rows of those.
+
+        How many are held up so by now.
+        """
         while batch := batch_to_settle(self._unsettled[held_up:]):
             self._held.begin_settling(lease for lease, _ in batch)
-            settled, again = settle_batch(self._open(), batch, self._settings.retry)
+            parts = settle_batch(self._open(), batch, self._settings.retry)
+            settled = [one for part in parts for one in part.settled]
+            again = [pair for part in parts for pair in part.held]
             self._unsettled[held_up : held_up + len(batch)] = again
             held_up += len(again)
-            waiting = {lease for lease, _ in again}
+            waiting = {lease for lease, _ in [*again, *self._refused.note(parts)]}
             ended = [lease for lease, _ in batch if lease not in waiting]
+            self._refused.forget(ended)
             written = {one.token for one in settled}
             lost = [one for one in self._held.drop_settled(ended) if one.token not in written]
             self._on_settled(any(one.status == "PENDING" for one in settled))
             log_settled(settled, self._worker_name)
             log_lost(lost, self._worker_name)
-        return HELD_UP_SECONDS if held_up else None
+        return held_up
 
     def _open(self) -> db.Connection:
         if self._conn is None or self._conn.closed:

@@ -6,8 +6,8 @@ One that Postgres refuses, or whose rows somebody holds, keeps no other from bei
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import psycopg2.errors
@@ -45,59 +45,44 @@ def batch_to_settle(unsettled: Sequence[Finished]) -> list[Finished]:
     return batch
 
 
-class NothingStored(Exception):
-    """No outcome of a batch can be stored now; the text says why, and quotes none of them."""
+class Written(NamedTuple):
+    """What came of the outcomes that went out in one statement."""
 
-
-class _Written(NamedTuple):
-    """What came of a batch."""
-
-    settled: list[Settled]
-    held: list[Finished]  # somebody holds their rows
-    refused: list[tuple[Finished, Exception]]  # neither they nor their failure can be stored
+    settled: Sequence[Settled] = ()
+    held: Sequence[Finished] = ()  # somebody holds their rows
+    refused: Sequence[tuple[Finished, str]] = ()  # with why; their failure cannot be stored either
 
 
 def settle_batch(
-    conn: db.Connection, batch: Sequence[Finished], retry: Retry
-) -> tuple[list[Settled], list[Finished]]:
-    """Write a batch: what became of it, and what has to be tried again, since its rows are held.
+    conn: db.Connection,
+    batch: Sequence[Finished],
+    retry: Retry,
+    patience_seconds: float = IMPATIENT_SECONDS,
+) -> list[Written]:
+    """Write a batch, in parts if need be; what came of each part, in the order of writing.
 
-    An outcome that cannot be stored is replaced by that failure, alone. If that cannot be stored
-    either, it is in neither list, and its lease is left to run out: but only if others could be
-    written, so that it is this row and not the database. Else this raises NothingStored.
+    An outcome that cannot be stored is replaced by that failure, alone. An outcome in none of the
+    lists was no longer ours to write.
     """
-    settled, held, refused = _settle(conn, batch, retry, IMPATIENT_SECONDS)
-    for (lease, _), error in refused:
-        if not settled:
-            raise NothingStored(_first_line(error)) from None
-        logger.error(
-            "Neither the outcome of task %s can be stored nor that it failed; "
-            "its lease is left to run out: %s",
-            lease.task_id,
-            _first_line(error),
-        )
-    return settled, held
-
-
-def _settle(
-    conn: db.Connection, batch: Sequence[Finished], retry: Retry, patience_seconds: float
-) -> _Written:
     try:
         settled = _settle_now(conn, batch, retry, patience_seconds)
     except DatabaseUnavailable:
         raise
     except Exception as refused:  # by Postgres, or because no message can be made of it
         if len(batch) == 1:
-            return _settle_refused(conn, batch[0], refused, retry, patience_seconds)
+            return [_settle_refused(conn, batch[0], refused, retry, patience_seconds)]
         parts = [[pair] for pair in batch]
     else:
         if settled is not None:
-            return _Written(settled, [], [])
+            return [Written(settled)]
         parts = _parts(batch)
         if len(parts) == 1:
-            return _Written([], list(batch), [])
-    done = [_settle(conn, part, retry, IMPATIENT_PART_SECONDS) for part in parts]
-    return _Written(*(list(chain(*of_parts)) for of_parts in zip(*done, strict=True)))
+            return [Written(held=batch)]
+    return [
+        written
+        for part in parts
+        for written in settle_batch(conn, part, retry, IMPATIENT_PART_SECONDS)
+    ]
 
 
 def _settle_now(
@@ -128,21 +113,52 @@ def _settle_refused(
     refused: Exception,
     retry: Retry,
     patience_seconds: float,
-) -> _Written:
-    """Write instead of an outcome that it cannot be stored."""
-    lease, _ = pair
+) -> Written:
+    """Write instead of an outcome that it cannot be stored.
+
+    It cannot, if it is refused on both sides of a write that is taken: Postgres may have stored
+    nothing until a moment ago, and what is finished is not to be done anew for that.
+    """
+    (lease, outcome), limits = pair, (retry, patience_seconds)
     reason = f"its outcome could not be stored: {type(refused).__name__}"
-    failure = (lease, Outcome("failure", error=reason))
+    failure = Outcome("failure", error=reason)
+    with _taken_back(conn):
+        written = _settle_one(conn, pair, failure, *limits)
+    if not written.settled:
+        return written
+    written = _settle_one(conn, pair, outcome, *limits)
+    if not written.refused:
+        return written
+    written = _settle_one(conn, pair, failure, *limits)
+    if written.settled:
+        why = _first_line(refused)
+        logger.error("The outcome of task %s cannot be stored: %s", lease.task_id, why)
+    return written
+
+
+def _settle_one(
+    conn: db.Connection, pair: Finished, outcome: Outcome, retry: Retry, patience_seconds: float
+) -> Written:
+    """Write this of the task in `pair`, which is what has to be tried again."""
     try:
-        settled = _settle_now(conn, [failure], retry, patience_seconds)
+        settled = _settle_now(conn, [(pair[0], outcome)], retry, patience_seconds)
     except DatabaseUnavailable:
         raise
-    except Exception as refused_again:
-        return _Written([], [], [(pair, refused_again)])
-    if settled is None:
-        return _Written([], [pair], [])
-    logger.error("The outcome of task %s cannot be stored: %s", lease.task_id, _first_line(refused))
-    return _Written(settled, [], [])
+    except Exception as refused:
+        return Written(refused=[(pair, _first_line(refused))])
+    return Written(held=[pair]) if settled is None else Written(settled)
+
+
+class _TakenBack(Exception):
+    """Ends a transaction with ROLLBACK."""
+
+
+@contextmanager
+def _taken_back(conn: db.Connection) -> Iterator[None]:
+    """Nothing that is written inside the block stays."""
+    with suppress(_TakenBack), db.transaction(conn):
+        yield
+        raise _TakenBack
 
 
 def _first_line(refused: Exception) -> str:

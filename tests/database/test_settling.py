@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 import db
-from config import Settings
+from config import Retry, Settings
 from db import Connection
 from queries import leases
-from queries.leases import Lease, Outcome
+from queries.leases import Lease, Outcome, Settled
 from tests.support import rows, runs
 from tests.support.rows import RETRY
 from tests.support.stage import Connect
 from worker.held import Held
-from worker.settler import Settler
-from worker.settling import LARGEST_BATCH_CHARACTERS, batch_to_settle, settle_batch
+from worker.settler import HELD_UP_SECONDS, Settler
+from worker.settling import LARGEST_BATCH_CHARACTERS, Finished, batch_to_settle, settle_batch
 
 DONE = Outcome("succeeded", result={"text": "done"})
 HOLD = "SELECT FROM tasks WHERE task_id = ANY(%(held)s) ORDER BY task_id FOR UPDATE"
+
+
+def written_of(conn: Connection, batch: list[Finished]) -> tuple[list[Settled], list[Finished]]:
+    """What became of a batch, and what is held up; none of it may be refused."""
+    parts = settle_batch(conn, batch, RETRY)
+    assert not any(part.refused for part in parts)
+    settled = [one for part in parts for one in part.settled]
+    return settled, [pair for part in parts for pair in part.held]
 
 
 def test_a_batch_is_as_large_as_one_statement_can_carry() -> None:
@@ -47,11 +56,11 @@ def test_outcomes_whose_run_or_row_is_held_wait_and_all_others_are_written(
     batch = [(lease, DONE) for lease in [*held_up, *written]]
     with db.transaction(connect()) as cursor:
         cursor.execute(HOLD, {"held": [held_run, held_up[-1].task_id]})
-        settled, again = settle_batch(conn, batch, RETRY)
+        settled, again = written_of(conn, batch)
         assert {one.task_id for one in settled} == {lease.task_id for lease in written}
         assert [lease for lease, _ in again] == held_up
         assert runs.statuses(conn, free_run)[""] == "SUCCEEDED"
-    settled, again = settle_batch(conn, again, RETRY)
+    settled, again = written_of(conn, again)
     assert (len(settled), again) == (3, [])
     assert runs.statuses(conn, held_run) == {"": "SUCCEEDED", "a": "SUCCEEDED", "b": "SUCCEEDED"}
 
@@ -70,7 +79,7 @@ def test_an_outcome_that_cannot_be_stored_becomes_a_failure_beside_one_that_can(
 ) -> None:
     bad, good = rows.claimed(conn).lease, rows.claimed(conn).lease
     batch = [(bad, Outcome("succeeded", result=result)), (good, DONE)]
-    settled, again = settle_batch(conn, batch, RETRY)
+    settled, again = written_of(conn, batch)
     assert again == []
     assert {(one.task_id, one.reason) for one in settled} == {
         (bad.task_id, "retry"),
@@ -92,101 +101,238 @@ def unwritable(conn: Connection, task_id: int) -> Iterator[None]:
         "CREATE TRIGGER broken BEFORE UPDATE ON tasks FOR EACH ROW"
         f" WHEN (OLD.task_id = {task_id:d}) EXECUTE FUNCTION refuse()",
     )
-    yield
-    rows.sql(conn, "DROP TRIGGER broken ON tasks; DROP FUNCTION refuse()")
+    try:
+        yield
+    finally:
+        rows.sql(conn, "DROP TRIGGER broken ON tasks; DROP FUNCTION refuse()")
+
+
+def begin_outage(conn: Connection) -> None:
+    """From here on Postgres stores no outcome, and no failure."""
+    check = "CHECK (finished_at IS NULL AND retry_count = 0) NOT VALID"
+    rows.sql(conn, f"ALTER TABLE tasks ADD CONSTRAINT nothing {check}")
+
+
+def end_outage(conn: Connection) -> None:
+    rows.sql(conn, "ALTER TABLE tasks DROP CONSTRAINT IF EXISTS nothing")
+
+
+class Settling:
+    """A settler, not started, with what it holds and a round at a time."""
+
+    def __init__(self, settings: Settings, conn: Connection) -> None:
+        self.conn = conn
+        self.held = Held()
+        self._finished: list[Finished] = []
+        self.settler = Settler(
+            settings, "w", self.held, self._take, lambda: None, lambda is_any: None
+        )
+
+    def claim(self, count: int) -> list[Lease]:
+        claimed = [rows.claimed(self.conn) for _ in range(count)]
+        self.held.add(claimed)
+        return [task.lease for task in claimed]
+
+    def end(self, *leases: Lease, outcome: Outcome = DONE) -> None:
+        self._finished += [(lease, outcome) for lease in leases]
+
+    def round(self, after_seconds: float = 0) -> float | None:
+        """Settle when so much time has passed; for how long it wants to pause then."""
+        self.settler._refused._due -= after_seconds
+        return self.settler._settle_safely()
+
+    def statuses(self, leases: Sequence[Lease]) -> list[str]:
+        return [rows.row(self.conn, lease.task_id)["status"] for lease in leases]
+
+    def _take(self) -> list[Finished]:
+        taken, self._finished = self._finished, []
+        return taken
 
 
 @pytest.fixture
-def settler_of(settings: Settings) -> Iterator[Callable[[Held, list[Any]], Settler]]:
-    """A settler, not started, that takes what is in the list."""
-    made: list[Settler] = []
+def settling(settings: Settings, conn: Connection) -> Iterator[Settling]:
+    made = Settling(settings, conn)
+    yield made
+    made.settler._disconnect()
+    end_outage(conn)
 
-    def settler_of(held: Held, finished: list[Any]) -> Settler:
-        def take() -> list[Any]:
-            taken, finished[:] = finished[:], []
-            return taken
 
-        made.append(Settler(settings, "w", held, take, lambda: None, lambda is_any: None))
-        return made[-1]
-
-    yield settler_of
-    for one in made:
-        one._disconnect()
+def errors_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_an_outcome_that_cannot_be_stored_nor_its_failure_is_given_up_and_delays_no_other(
-    conn: Connection,
-    connect: Connect,
-    settler_of: Callable[[Held, list[Any]], Settler],
-    caplog: pytest.LogCaptureFixture,
+    conn: Connection, connect: Connect, settling: Settling, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody can write to such a row: its lease runs out, and it is tried from the start."""
-    claimed = [rows.claimed(conn) for _ in range(4)]
-    bad, *good, held_up = [task.lease for task in claimed]
+    bad, *good, held_up = settling.claim(4)
     run_id = runs.submit(conn, {"a": []})
     step = runs.take(conn, run_id, "a")
-    held = Held()
-    held.add(claimed)
-    finished = [(lease, DONE) for lease in (bad, *good, step, held_up)]
-    settler = settler_of(held, finished)
+    settling.end(bad, *good, step, held_up)
     with unwritable(conn, bad.task_id):
         with db.transaction(connect()) as cursor:
             cursor.execute(HOLD, {"held": [held_up.task_id]})
-            assert settler._settle_safely() is not None
-            assert [lease for lease, _ in settler._unsettled] == [held_up]
-            assert held.leases() == [held_up]  # the heartbeat renews no other
-        assert settler._settle_safely() is None  # there is nothing more to do
-        assert len(held) == 0
-    for lease in (*good, step, held_up):
-        assert rows.row(conn, lease.task_id)["status"] == "SUCCEEDED"
-    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert f"task {bad.task_id} " in told
-    assert "this row is broken" in told
+            assert settling.round() == HELD_UP_SECONDS
+            assert settling.held.leases() == [bad, held_up]
+            assert settling.statuses([*good, step]) == ["SUCCEEDED"] * 3
+        assert settling.round(after_seconds=1) is None  # there is nothing more to do
+        assert len(settling.held) == 0  # the heartbeat renews none of them
+    assert settling.statuses([held_up]) == ["SUCCEEDED"]
+    kept, given_up = errors_in(caplog)
+    assert "they are kept and tried again" in kept
+    assert "its lease is left to run out" in given_up
+    for told in (kept, given_up):
+        assert f"task {bad.task_id}" in told
+        assert "this row is broken" in told
     assert rows.row(conn, bad.task_id)["lease_token"] == bad.token
     rows.expire(conn, bad.task_id)
     (reaped,) = leases.reap_tasks(conn, RETRY, 0)
     assert (reaped.task_id, reaped.reason) == (bad.task_id, "reaped")
 
 
+def test_an_outcome_that_fills_a_batch_and_is_refused_holds_up_none_behind_it(
+    conn: Connection, settling: Settling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.settling.LARGEST_BATCH_CHARACTERS", 1)
+    bad, *good = settling.claim(3)
+    settling.end(bad, *good)
+    with unwritable(conn, bad.task_id):
+        assert settling.round()
+        assert settling.statuses(good) == ["SUCCEEDED"] * 2
+        assert settling.held.leases() == [bad]
+        assert settling.round(after_seconds=1) is None
+    assert len(settling.held) == 0
+
+
+def test_a_refused_outcome_is_kept_until_another_is_stored_however_long_that_takes(
+    conn: Connection, settling: Settling, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, good = settling.claim(2)
+    settling.end(bad)
+    with unwritable(conn, bad.task_id):
+        for _ in range(3):
+            pause_seconds = settling.round(after_seconds=1)
+            assert pause_seconds == pytest.approx(1, abs=0.5)
+            assert settling.held.leases() == [bad, good]  # the heartbeat goes on to renew them
+        settling.end(good)
+        assert settling.round(after_seconds=1) is None
+    assert len(settling.held) == 0
+    assert len(errors_in(caplog)) == 4
+    assert "its lease is left to run out" in errors_in(caplog)[-1]
+
+
+def test_a_refused_outcome_is_tried_each_second_whatever_else_is_written_or_held_up(
+    conn: Connection,
+    connect: Connect,
+    settling: Settling,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In between it keeps no others from being written in one statement, nor fills the log."""
+    monkeypatch.setattr("worker.refused.TRY_AGAIN_SECONDS", 60.0)  # so long is no second
+    statements: list[list[Lease]] = []
+    settle_tasks = leases.settle_tasks
+
+    def seen(conn: Connection, batch: list[Finished], retry: Retry) -> list[Settled]:
+        statements.append([lease for lease, _ in batch])
+        return settle_tasks(conn, batch, retry)
+
+    bad, held_up, *good = settling.claim(6)
+    settling.end(bad)
+    with unwritable(conn, bad.task_id), db.transaction(connect()) as cursor:
+        cursor.execute(HOLD, {"held": [held_up.task_id]})
+        assert settling.round()
+        monkeypatch.setattr(leases, "settle_tasks", seen)
+        settling.end(held_up)
+        assert settling.round() == HELD_UP_SECONDS
+        for pair in (good[:2], good[2:]):
+            settling.end(*pair)
+            assert settling.round() == HELD_UP_SECONDS
+        assert settling.statuses(good) == ["SUCCEEDED"] * 4
+        assert statements == [
+            [held_up],
+            [held_up, *good[:2]], [held_up], good[:1], good[1:2],
+            [held_up, *good[2:]], [held_up], good[2:3], good[3:],
+        ]  # fmt: skip
+    assert len(errors_in(caplog)) == 1
+
+
 @pytest.mark.parametrize("tasks", [1, 3])
 def test_what_keeps_every_outcome_from_being_stored_loses_none_of_them(
-    conn: Connection,
-    settler_of: Callable[[Held, list[Any]], Settler],
-    caplog: pytest.LogCaptureFixture,
-    tasks: int,
+    conn: Connection, settling: Settling, caplog: pytest.LogCaptureFixture, tasks: int
 ) -> None:
     """It is the database then, and not the row: nobody is to do what was paid once more."""
-    claimed = [rows.claimed(conn) for _ in range(tasks)]
-    leases = [task.lease for task in claimed]
-    held = Held()
-    held.add(claimed)
+    finished = settling.claim(tasks)
     told = Outcome("succeeded", result={"text": "an answer that no log is to have"})
-    settler = settler_of(held, [(lease, told) for lease in leases])
-    refuses = (
-        "ALTER TABLE tasks ADD CONSTRAINT nothing CHECK (finished_at IS NULL AND retry_count = 0)"
-    )
-    rows.sql(conn, refuses)
-    assert settler._settle_safely() is not None
-    assert held.leases() == leases  # the heartbeat goes on to renew them
-    rows.sql(conn, "ALTER TABLE tasks DROP CONSTRAINT nothing")
+    settling.end(*finished, outcome=told)
+    begin_outage(conn)
+    for _ in range(3):
+        assert settling.round(after_seconds=1) == pytest.approx(1, abs=0.5)
+        assert settling.held.leases() == finished  # the heartbeat goes on to renew them
+    end_outage(conn)
     assert 'violates check constraint "nothing"' in caplog.text
     assert "an answer" not in caplog.text
     assert "Failing row" not in caplog.text
-    assert settler._settle_safely() is None
-    assert len(held) == 0
-    assert {rows.row(conn, lease.task_id)["status"] for lease in leases} == {"SUCCEEDED"}
+    assert len(errors_in(caplog)) == 3  # of all that are refused together one line
+    assert settling.round(after_seconds=1) is None
+    assert len(settling.held) == 0
+    assert set(settling.statuses(finished)) == {"SUCCEEDED"}
+
+
+def test_an_outage_that_begins_and_ends_amid_writes_loses_no_finished_work(
+    conn: Connection, settling: Settling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is stored before an outcome is refused, or after it, says nothing alone."""
+    settle_tasks = leases.settle_tasks
+    statements = itertools.count()
+    outage = range(0)
+
+    def in_between(conn: Connection, batch: list[Finished], retry: Retry) -> list[Settled]:
+        statement = next(statements)
+        if statement == outage.start:
+            begin_outage(settling.conn)
+        if statement == outage.stop:
+            end_outage(settling.conn)
+        return settle_tasks(conn, batch, retry)
+
+    monkeypatch.setattr(leases, "settle_tasks", in_between)
+    monkeypatch.setattr("worker.settling.LARGEST_BATCH", 2)
+    for begins in range(3):
+        for lasts in range(1, 9):
+            outage, statements = range(begins, begins + lasts), itertools.count()
+            finished = settling.claim(4)
+            settling.end(*finished)
+            for _ in range(9):
+                settling.round(after_seconds=1)
+            assert len(settling.held) == 0
+            assert settling.statuses(finished) == ["SUCCEEDED"] * 4, outage
+
+
+def test_a_refused_outcome_whose_lease_was_lost_meanwhile_is_forgotten(
+    conn: Connection, settling: Settling, caplog: pytest.LogCaptureFixture
+) -> None:
+    (lost,) = settling.claim(1)
+    settling.end(lost)
+    begin_outage(conn)
+    assert settling.round()
+    rows.expire(conn, lost.task_id)
+    leases.reap_tasks(conn, RETRY, 0)
+    assert settling.round(after_seconds=1) is None
+    assert len(settling.held) == 0
+    assert f"The lease of task {lost.task_id} is gone" in caplog.text
+    assert "left to run out" not in caplog.text
 
 
 def test_an_outcome_that_postgres_refuses_becomes_a_failure_beside_one_that_is_held(
     conn: Connection, connect: Connect
 ) -> None:
     refused, held = rows.claimed(conn).lease, rows.claimed(conn).lease
-    batch: list[tuple[Lease, Outcome]] = [
+    batch: list[Finished] = [
         (refused, Outcome("succeeded", result={"text": "\0"})),
         (held, DONE),
     ]
     with db.transaction(connect()) as cursor:
         cursor.execute(HOLD, {"held": [held.task_id]})
-        settled, again = settle_batch(conn, batch, RETRY)
+        settled, again = written_of(conn, batch)
     assert [(one.task_id, one.reason) for one in settled] == [(refused.task_id, "retry")]
     assert [lease for lease, _ in again] == [held]

@@ -16,6 +16,7 @@ from queries.leases import ClaimedTask, Lease, Outcome, Settled
 from scheduler import FULL_ROUTE_POLL_SECONDS, Worker
 from tests.conftest import settings_for
 from tests.support.processes import eventually
+from worker.settling import Written
 
 MOST_CLAIMS = 100
 
@@ -188,7 +189,7 @@ def test_of_a_batch_what_was_written_is_forgotten_what_is_held_up_stays_and_what
         worker.runner.end(lease, done)
     worker.held.drop_lost([lost_before])  # of which the heartbeat has told already
     settled = Settled(0, None, written.token, "SUCCEEDED", "succeeded", 1, 0, 1, 0, None, False)
-    answers = [([settled], [(held_up, done)])]
+    answers = [[Written(settled=[settled]), Written(held=[(held_up, done)])]]
     monkeypatch.setattr(settler, "_open", lambda: None)
     monkeypatch.setattr("worker.settler.settle_batch", lambda *_: answers.pop())
     told: list[Lease] = []
