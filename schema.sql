@@ -363,13 +363,17 @@ BEGIN
           AND (max_chars IS NULL OR prompt_length(payload) <= max_chars));
 END $$;
 
--- The end of every claim: PENDING -> RUNNING (claimed), with a fresh token. A token is 74 random bits of
--- its claim and the task's number: to draw one for each task would be a seventh of the claim's time.
+-- The end of every claim: PENDING -> RUNNING (claimed), with a fresh token: 48 random bits and the last 32
+-- of the transaction's number, which are of the claim, and the task's number. No two claims of a task have
+-- the same, even where somebody has set the seed; and if transactions were lost, with a primary that had
+-- not passed them on, and their numbers come again, the random bits tell. gen_random_uuid would
+-- open a file each time, where Postgres was built without OpenSSL.
 -- Tells of the tasks, the first to begin first, by one list for each column; NULL: there are none.
 CREATE FUNCTION lease_tasks(chosen bigint[], by_worker text, lease_seconds double precision)
 RETURNS json LANGUAGE plpgsql AS $$
 DECLARE
-    of_claim CONSTANT text := left(gen_random_uuid()::text, 24);
+    of_claim CONSTANT text := lpad(to_hex((random() * ((1::bigint << 48) - 1))::bigint), 12, '0')
+        || lpad(to_hex(mod(pg_current_xact_id()::text::bigint, 1::bigint << 32)), 8, '0');
     leased   json;
 BEGIN
     WITH claimed AS (
@@ -478,34 +482,35 @@ BEGIN
 END $$;
 
 -- Leases up to `slots` due tasks: all, if no more are due (and if more come while it looks, whichever come
--- first in the index), and else by shares.
+-- first in the index), and else by shares. Tells [tasks, last_tenant, is_any_left, depth, has_suspect,
+-- next_due_seconds, next_from]: one value, since to plan a message that reads columns of a function costs
+-- as much as an index scan.
 CREATE FUNCTION claim_tasks(
     by_worker     text,
     slots         integer,
     lease_seconds double precision,
-    wanted        jsonb,
-    budgets       jsonb,                   -- {}: none has a limit, and `wanted` names routes only
+    routes        text[],                  -- that tasks may ask for
+    wanted        jsonb,                   -- NULL: whatever asks for these
+    budgets       jsonb,                   -- NULL, {}: none has a limit, and `wanted` names routes only
     after_tenant  text,
     depth_limit   integer,
-    from_task     bigint,
-    OUT tasks            json,             -- NULL: none
-    OUT last_tenant      text,             -- to which the round came; NULL: nothing is due
-    OUT is_any_left      boolean,          -- another claim may find more
-    OUT depth            bigint,           -- due besides these; NULL: no choice depends on it
-    OUT has_suspect      boolean,          -- a task can have its last try now, alone
-    OUT next_due_seconds double precision, -- until the next delayed task is due; NULL: there is none
-    OUT next_from        bigint            -- where a claim soon after this one may begin; NULL: at 0
-) LANGUAGE plpgsql
+    from_task     bigint
+) RETURNS json LANGUAGE plpgsql
 SET plan_cache_mode = force_generic_plan SET enable_seqscan = off AS $$
 DECLARE
-    routes CONSTANT text[] := ARRAY(
-        SELECT asked ->> 'requested_route' FROM jsonb_array_elements(wanted) AS asked);
-    waiting bigint;  -- NULL: not counted
-    chosen  bigint[];
-    is_auto boolean;
+    waiting          bigint;               -- NULL: not counted
+    chosen           bigint[];
+    is_auto          boolean;
+    tasks            json;                 -- NULL: none
+    last_tenant      text;                 -- to which the round came; NULL: nothing is due
+    is_any_left      boolean;              -- another claim may find more
+    depth            bigint;               -- due besides these; NULL: no choice depends on it
+    has_suspect      boolean;              -- a task can have its last try now, alone
+    next_due_seconds double precision;     -- until the next delayed task is due; NULL: there is none
+    next_from        bigint;               -- where a claim soon after this one may begin; NULL: at 0
 BEGIN
     FOR look IN 1..2 LOOP
-        SELECT CASE WHEN from_task = 0 AND budgets = '{}' THEN (
+        SELECT CASE WHEN from_task = 0 AND coalesce(budgets = '{}', true) THEN (
                    SELECT count(*) FROM (
                        SELECT FROM unnest(routes) AS asked(route) CROSS JOIN LATERAL (
                            SELECT FROM tasks t
@@ -515,7 +520,7 @@ BEGIN
                        LIMIT slots + 1) AS due) END,
                (SELECT t.task_id FROM tasks t
                 WHERE t.due AND t.alone AND t.requested_route = ANY(routes)
-                  AND is_wanted(wanted, t.requested_route, t.payload)
+                  AND (wanted IS NULL OR is_wanted(wanted, t.requested_route, t.payload))
                 ORDER BY t.task_id LIMIT 1) IS NOT NULL,
                (SELECT extract(epoch FROM t.available_at - current_instant()) FROM tasks t
                 WHERE t.status = 'PENDING' AND NOT t.due
@@ -543,6 +548,10 @@ BEGIN
             WHEN waiting > coalesce(cardinality(chosen), 0) THEN true
             WHEN cardinality(chosen) < slots THEN false END;
     ELSE
+        IF wanted IS NULL THEN
+            SELECT jsonb_agg(jsonb_build_object('requested_route', route, 'budget', route)), '{}'
+            INTO wanted, budgets FROM unnest(routes) AS asked(route);
+        END IF;
         SELECT shares.* INTO chosen, is_auto, last_tenant, is_any_left, next_from
         FROM choose_by_shares(slots, routes, wanted, budgets, after_tenant, from_task) AS shares;
     END IF;
@@ -561,6 +570,8 @@ BEGIN
     IF is_auto AND depth_limit > 0 THEN
         depth := count_due(depth_limit);
     END IF;
+    RETURN json_build_array(
+        tasks, last_tenant, is_any_left, depth, has_suspect, next_due_seconds, next_from);
 END $$;
 
 -- Leases a task that has its last try, alone: no other may share a process with it.
