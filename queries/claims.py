@@ -196,8 +196,8 @@ def _look(cursor: Cursor, slots: int, policy: ClaimPolicy) -> Look:
 
 
 def _claim(told: Sequence[Any], policy: ClaimPolicy, looked: int | None = None) -> Claim:
-    """What claim_tasks tells, and the routes that `policy` chooses; `looked` is the queue's depth by
-    a look before, if there was one."""
+    """What claim_tasks tells, with the routes that `policy` chooses; `looked` is the depth before,
+    if there was a look."""
     columns, last_tenant, is_any_left, depth, has_suspect, next_due_seconds, next_from = told
     tasks = _claimed_tasks(columns)
     # The batch itself is no depth for its own decisions.
