@@ -13,7 +13,7 @@ import select
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import psycopg2
 import psycopg2.errors
@@ -193,11 +193,19 @@ def listen(url: str, settings: DatabaseSettings, application: str, *channels: st
     return conn
 
 
-def heard(conn: Connection) -> list[tuple[str, str]]:
-    """Channel and payload of what has arrived on a listening connection, without waiting."""
+class Heard(NamedTuple):
+    """A notification."""
+
+    channel: str
+    payload: str
+    sender: int  # the backend's process id
+
+
+def heard(conn: Connection) -> list[Heard]:
+    """What has arrived on a listening connection, without waiting."""
     with unavailable_in_plain_words():
         conn.poll()
-    arrived = [(notification.channel, notification.payload) for notification in conn.notifies]
+    arrived = [Heard(one.channel, one.payload, one.pid) for one in conn.notifies]
     conn.notifies.clear()
     return arrived
 

@@ -46,21 +46,19 @@ from errors import DatabaseUnavailable, SchemaOutdated
 from execution.routes import Routes
 from execution.runner import Runner
 from logs import say, set_up_logs
-from queries import claims, leases
-from queries.leases import ClaimedTask, Outcome, Settled
+from queries import leases
+from queries.leases import ClaimedTask, Settled
 from queries.schema import ensure_audit_partitions
 from queries.workers import forget_worker, report_worker
 from worker.arguments import default_name, parse_arguments
+from worker.claiming import Claimer
 from worker.doorbell import Doorbell
 from worker.ending import Stopper, end_now
 from worker.folding import Folding
 from worker.heartbeat import Heartbeat
 from worker.held import Held
 from worker.link import Link
-from worker.messages import with_message
-from worker.outputs import GIVEN_BACK_SECONDS, with_outputs
-from worker.place import Place
-from worker.sentences import log_claimed, log_lost, log_settled
+from worker.sentences import log_settled
 from worker.settler import Settler
 from worker.suspects import SuspectProcess
 from worker.tokens import Source, TokenSender, Unsent
@@ -70,10 +68,6 @@ logger = logging.getLogger("scheduler")
 # Reaped tasks come back spread over this share of a lease, so that tasks which went down with one
 # process do not all meet again in the next.
 REAPED_SPREAD = 0.1
-FULL_ROUTE_POLL_SECONDS = 0.5
-LARGEST_CLAIM = 250  # more would keep the first of them waiting for the last
-OVERDUE_SECONDS = 0.5
-CONTENDED_SECONDS = 0.05  # the first pause after a claim that others were faster at
 SUSPECT_IDLE_SECONDS = 3.0
 PARTITIONS_EVERY_SECONDS = 3600.0
 # After the grace period, so long the worker tries to write that it hands its tasks back.
@@ -120,23 +114,30 @@ class Worker:
             self._report_soon,
             self._tell_of_node,
         )
+        self._suspects = SuspectProcess(name, settings.worker)
+        self.claimer = Claimer(
+            settings,
+            name,
+            concurrency,
+            self.held,
+            self.routes,
+            self.runner,
+            self._doorbell.ring,
+            self._suspects.start,
+            alone,
+        )
         self._settler = Settler(
             settings,
             name,
             self.held,
             self.runner.take_finished,
             self._tokens.flush,  # what a task has said is heard before its end
-            self._note_free_slots,
+            self.claimer.settle_and_claim,
+            self.claimer.note_free_slots,
         )
         self._heartbeat = Heartbeat(settings, name, self.held, self.runner.stop, self._report)
         self._link = Link(settings, name, on_first_open=self._begin_to_hold)
         self.stop_signals = 0
-        self._suspects = SuspectProcess(name, settings.worker)
-        self._place = Place()
-        self._wants_slots = True  # or nothing is due that they could take
-        self._is_draining = False
-        self._contended = 0
-        self._last_start = time.monotonic()
         self._next_reap = 0.0
         self._next_partitions = 0.0
         self._folding = Folding()
@@ -147,7 +148,7 @@ class Worker:
     def run(self, drain: bool = False) -> None:
         """Go round until a stop signal comes or, with `drain`, until no work is left anywhere."""
         self.runner.open()
-        self._is_draining = drain
+        self.claimer.is_draining = drain
         try:
             while not self.stop_signals and not (drain and self._is_drained()):
                 self.run_once()
@@ -168,7 +169,8 @@ class Worker:
         try:
             conn = self._link.open()
             self.reap(conn)
-            self.claim_and_start(conn)
+            pause_seconds = self.claimer.claim_and_start(conn, until=self._next_reap)
+            self._sleep_seconds = min(self._sleep_seconds, pause_seconds)
             self._make_partitions(conn)
             self._folding.fold(conn)
             self._link.ping_listener()
@@ -218,114 +220,42 @@ class Worker:
                 except psycopg2.Error:
                     logger.exception("The lease of task %s cannot be taken back", task_id)
 
-    def claim_and_start(self, conn: db.Connection) -> None:
-        """Lease as many tasks as slots are free, and start each on its route.
-
-        A claim shares its slots between tenants; what one tenant leaves, the next claim fills.
-        """
-        # What ends while it claims frees a slot that the next look finds, if anything is left.
-        self._wants_slots = self._is_draining or self.routes.has_limits
-        while (free := self._free_slots()) > 0 and not self.stop_signals:
-            claim = self._claim(conn, min(free, LARGEST_CLAIM))
-            log_claimed(claim.tasks, self.name)  # first: it names a task that kills its process
-            for task, route in claim.tasks:
-                self._start(conn, task, route)
-            claims.note_routes(conn, claim)
-            if (next_due := claim.next_due_seconds) is not None:
-                # What is overdue still is a row that somebody holds: no reason to hurry.
-                pause = next_due if next_due > 0 else OVERDUE_SECONDS
-                self._sleep_seconds = min(self._sleep_seconds, pause)
-            if claim.has_suspect and not self.alone:
-                self._suspects.start()
-            self._note_contention(claim)
-            # Of what others make due from now on, a notification tells; of a call's end, nobody.
-            is_any_left = claim.is_any_left or (self.routes.has_limits and claim.depth > 0)
-            self._wants_slots = self._is_draining or is_any_left
-            if not claim.tasks or not is_any_left:
-                return
-            if time.monotonic() >= self._next_reap:  # the settler frees slots all the time
-                self._sleep_seconds = 0.0
-                return
-
-    def _free_slots(self) -> int:
-        """How many; where there is none, the settler tells of the next."""
-        if len(self.held) >= self.concurrency:
-            self._wants_slots = True  # first, and then a look at what came before that
-        return self.concurrency - len(self.held)
-
-    def _note_contention(self, claim: claims.Claim) -> None:
-        """If nothing was to be had for others' locks or calls, look again soon."""
-        if claim.tasks:
-            self._contended = 0
-        elif claim.depth and self.routes.has_limits:
-            # Another worker's call has to end first, and nobody notifies of that.
-            self._sleep_seconds = min(self._sleep_seconds, FULL_ROUTE_POLL_SECONDS)
-        elif claim.last_tenant is not None:
-            pause = self._jittered(CONTENDED_SECONDS * 2 ** min(self._contended, 10))
-            self._sleep_seconds = min(self._sleep_seconds, pause)
-            self._contended += 1
-
     def _begin_to_hold(self) -> None:
         """Before the first claim: what keeps leases alive and writes what comes of them."""
         self._settler.begin()
         self._heartbeat.begin()
-
-    def _claim(self, conn: db.Connection, free: int) -> claims.Claim:
-        lease_seconds = self.settings.worker.lease_seconds
-        if self.alone:
-            claim = claims.claim_alone(conn, self.name, lease_seconds, self.routes)
-        else:
-            place, began = self._place, time.monotonic()
-            begins = (place.after_tenant, place.from_task())
-            claim = claims.claim_tasks(conn, self.name, free, lease_seconds, self.routes, *begins)
-            place.note(claim, time.monotonic() - began)
-        claimed = {task.task_id for task, _ in claim.tasks}
-        # Some were taken back from us and are ours again by another token.
-        lost = self.held.drop_lost(one for one in self.held.leases() if one.task_id in claimed)
-        self.runner.stop(lost)
-        log_lost(lost, self.name)
-        self.held.add(task for task, _ in claim.tasks)
-        return claim
-
-    def _start(self, conn: db.Connection, task: ClaimedTask, route: str | None) -> None:
-        self._last_start = time.monotonic()
-        if route is None and task.requested_route != "none":
-            # Its route closed, or filled up, between the look and the claim.
-            ready: ClaimedTask | Outcome = Outcome("released", delay_seconds=GIVEN_BACK_SECONDS)
-        elif task.kind == "callback":
-            ready = with_message(conn, task, self.settings)
-        else:
-            ready = with_outputs(conn, task)
-        if isinstance(ready, Outcome):
-            self.runner.end(task.lease, ready)
-        else:
-            self.runner.start(ready, route)
 
     # --- sleeping and waking -----------------------------------------------------------------
 
     def stop(self, signals: int) -> None:
         """Told to stop, for the so-manieth time; called from a signal handler."""
         self.stop_signals = signals
+        self.claimer.stop()
         self._link.hurry()
         self._settler.hurry()
         self._doorbell.ring()
 
-    def _note_free_slots(self, is_any_to_come_back: bool) -> None:
-        """Outcomes were written. Of a task that comes back later no notification tells."""
-        if is_any_to_come_back or self._wants_slots or self.stop_signals:
-            self._doorbell.ring()
-
     def _sleep(self) -> None:
-        """Until a ring, a notification, or the end of the time that run_once allowed."""
-        seconds = 0.0 if self._link.has_heard() else self._sleep_seconds
-        self._doorbell.wait(seconds, self._link.ear())
+        """Until a ring, a notification that is news, or the end of what run_once allowed."""
+        until = time.monotonic() + self._sleep_seconds
+        while True:
+            seconds = 0.0 if self._link.has_heard() else max(until - time.monotonic(), 0.0)
+            is_rung = self._doorbell.wait(seconds, self._link.ear())
+            if self._hears_news() or is_rung or time.monotonic() >= until:
+                return
+
+    def _hears_news(self) -> bool:
+        """Whether something may have become claimable that the settler has not claimed itself."""
         try:
-            self._tokens.watch(self._link.watched())
+            senders, watched = self._link.hear()
+            self._tokens.watch(watched)
+            return self.claimer.is_left(senders)
         except DatabaseUnavailable:
             self._link.close()
         except Exception:
             logger.exception("What was heard makes no sense")
             self._link.close()
+        return True
 
     def _pass_on(self, task: ClaimedTask, node: str | None, piece: str) -> None:
         """A piece of an answer came, on the runner's thread."""
@@ -365,7 +295,7 @@ class Worker:
         """Whether nothing is left to do; for a suspect's process, nothing that it may do."""
         try:
             if self.alone:
-                idle_seconds = time.monotonic() - self._last_start
+                idle_seconds = time.monotonic() - self.claimer.last_start
                 return not len(self.held) and idle_seconds > SUSPECT_IDLE_SECONDS
             return not len(self.held) and not leases.has_work(self._link.open())
         except (DatabaseUnavailable, psycopg2.Error):

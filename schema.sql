@@ -1625,6 +1625,30 @@ BEGIN
 END $$;
 
 
+-- A settle, and a claim of as many tasks, for the slots that it frees: what it makes due can begin
+-- without another commit. It tells what both tell. The settle waits where others hold its rows, and the
+-- claim, which comes after it, waits for nobody.
+CREATE FUNCTION settle_and_claim(
+    outcomes        jsonb,
+    run_ids         bigint[],
+    usual_max_retry integer,
+    usual_max_delay double precision,
+    by_worker       text,
+    lease_seconds   double precision,
+    routes          text[],
+    after_tenant    text,
+    depth_limit     integer,
+    from_task       bigint
+) RETURNS json LANGUAGE plpgsql AS $$
+DECLARE
+    settled CONSTANT json := settle_tasks(outcomes, run_ids, usual_max_retry, usual_max_delay);
+BEGIN
+    RETURN json_build_array(settled, claim_tasks(
+        by_worker, jsonb_array_length(outcomes), lease_seconds, routes, NULL, NULL, after_tenant,
+        depth_limit, from_task));
+END $$;
+
+
 -- RUNNING -> PENDING (reaped), FAILED (max_delivery) or CANCELLED, where the lease has run out: up to
 -- `at_most` tasks of higher numbers than `after_task`, lowest first, or `only_task`. It tells what became
 -- of which as settle_tasks does, and waits for nobody: a step whose run somebody holds has to wait for the

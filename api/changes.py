@@ -101,4 +101,6 @@ class Changes:
                 if not poller.poll(PING_SECONDS * 1000):
                     db.ping(conn)  # a half-open socket is silent for ever
                 if arrived := db.heard(conn):
-                    self._loop.call_soon_threadsafe(self._tell, arrived)
+                    self._loop.call_soon_threadsafe(
+                        self._tell, [(one.channel, one.payload) for one in arrived]
+                    )

@@ -15,8 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from config import Retry
 from connection import Connection, Cursor, Row, fetch, transaction
-from queries.leases import ClaimedTask, Lease
+from queries.leases import ClaimedTask, Lease, Outcome, Settled, as_settled, settle_values
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,12 @@ CLAIM_TASKS = """
 SELECT claim_tasks(
     %(worker)s, %(slots)s, %(lease_seconds)s, %(routes)s, %(wanted)s, %(budgets)s,
     %(after_tenant)s, %(depth_limit)s, %(from_task)s) AS told
+"""
+SETTLE_AND_CLAIM = """
+SELECT settle_and_claim(
+    %(outcomes)s::jsonb, %(run_ids)s::bigint[], %(max_retry)s, %(max_delay_seconds)s,
+    %(worker)s, %(lease_seconds)s, %(routes)s, %(after_tenant)s, %(depth_limit)s,
+    %(from_task)s) AS told
 """
 CLAIM_SUSPECT = "SELECT claim_suspect(%(worker)s, %(lease_seconds)s, %(wanted)s) AS tasks"
 
@@ -148,7 +155,41 @@ def _claim_at_any_depth(
     values |= {"routes": _as_array(routes), "wanted": None, "budgets": None}
     values["depth_limit"] = policy.depth_that_matters + 1
     (row,) = fetch(conn, CLAIM_TASKS, values)
-    claim = _claim(row["told"], policy)
+    return _claim_to_note(row["told"], policy)
+
+
+def settle_and_claim(
+    conn: Connection,
+    outcomes: Sequence[tuple[Lease, Outcome]],
+    retry: Retry,
+    worker: str,
+    lease_seconds: float,
+    policy: ClaimPolicy,
+    after_tenant: str,
+    from_task: int,
+) -> tuple[list[Settled], Claim] | None:
+    """Write what came of leased tasks, as settle_tasks does, and lease as many, as claim_tasks.
+
+    None: nothing is done, for to know what to claim takes more than one message.
+    """
+    if (routes := policy.routes_at_any_depth()) is None:
+        return None
+    values = {
+        **settle_values(outcomes, retry),
+        "worker": worker,
+        "lease_seconds": lease_seconds,
+        "routes": _as_array(routes),
+        "after_tenant": after_tenant,
+        "depth_limit": policy.depth_that_matters + 1,
+        "from_task": from_task,
+    }
+    (row,) = fetch(conn, SETTLE_AND_CLAIM, values)
+    settled, claimed = row["told"]
+    return as_settled(settled), _claim_to_note(claimed, policy)
+
+
+def _claim_to_note(told: Sequence[Any], policy: ClaimPolicy) -> Claim:
+    claim = _claim(told, policy)
     claim.are_routes_noted = all(route is None for _, route in claim.tasks)
     return claim
 

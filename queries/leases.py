@@ -168,18 +168,23 @@ def settle_tasks(
 
     The end of a step promotes, cancels and ends what depends on it, in the same transaction.
     """
-    values = {
+    (row,) = fetch(conn, SETTLE_TASKS, settle_values(outcomes, retry))
+    return as_settled(row["settled"])
+
+
+def settle_values(outcomes: Sequence[tuple[Lease, Outcome]], retry: Retry) -> Row:
+    """The values of SETTLE_TASKS."""
+    return {
         "outcomes": _shortest_json([_as_row(*pair) for pair in outcomes]),
         "run_ids": list({lease.run_id for lease, _ in outcomes if lease.run_id is not None}),
         "max_retry": retry.max_retry,
         "max_delay_seconds": retry.max_delay_seconds,
     }
-    return _told(fetch(conn, SETTLE_TASKS, values))
 
 
-def _told(rows: list[Row]) -> list[Settled]:
-    columns = rows[0]["settled"] or []
-    return [Settled(*one) for one in zip(*columns, strict=True)]
+def as_settled(told: Sequence[Any] | None) -> list[Settled]:
+    """What a settle or the reaper tells, one list for each column, by tasks."""
+    return [Settled(*one) for one in zip(*told or [], strict=True)]
 
 
 def _as_row(lease: Lease, outcome: Outcome) -> Row:
@@ -214,7 +219,8 @@ def reap_tasks(
         "after": after,
         "only": only,
     }
-    return _told(fetch(conn, REAP_TASKS, values))
+    (row,) = fetch(conn, REAP_TASKS, values)
+    return as_settled(row["settled"])
 
 
 EXPIRED_TASKS = """

@@ -19,13 +19,17 @@ class Doorbell:
         with contextlib.suppress(BlockingIOError):  # it is full of rings already
             self._in.send(b"r")
 
-    def wait(self, seconds: float, also: int | None) -> None:
-        """Until a ring, something to read on the descriptor `also`, or the end of the time."""
+    def wait(self, seconds: float, also: int | None) -> bool:
+        """Until a ring, something to read on the descriptor `also`, or the end of the time; whether
+        it was a ring."""
         poller = select.poll()
         poller.register(self._out.fileno(), select.POLLIN)
         if also is not None:
             poller.register(also, select.POLLIN)
-        poller.poll(seconds * 1000)
+        came = poller.poll(seconds * 1000)
+        if not any(descriptor == self._out.fileno() for descriptor, _ in came):
+            return False
         with contextlib.suppress(BlockingIOError):
             while self._out.recv(4096):
                 pass
+        return True

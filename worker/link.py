@@ -89,15 +89,17 @@ class Link:
         """Whether a notification came with the answer to a ping: no descriptor tells of it."""
         return self._listener is not None and bool(self._listener.notifies)
 
-    def watched(self) -> list[int]:
-        """Hear what has arrived: the roots that somebody watches."""
+    def hear(self) -> tuple[set[int], list[int]]:
+        """What has arrived: who has made something claimable, as backends; roots that somebody
+        watches."""
         if self._listener is None:
-            return []
-        return [
+            return set(), []
+        heard = db.heard(self._listener)
+        return {one.sender for one in heard if one.channel == CLAIMABLE_CHANNEL}, [
             int(root_id)
-            for channel, payload in db.heard(self._listener)
-            if channel == WATCHED_CHANNEL
-            for root_id in payload.split(",")
+            for one in heard
+            if one.channel == WATCHED_CHANNEL
+            for root_id in one.payload.split(",")
             if root_id.isascii() and root_id.isdigit()
         ]
 

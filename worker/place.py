@@ -26,20 +26,20 @@ class Place:
 
     def __init__(self) -> None:
         # Workers that are woken together begin at different tenants.
-        self.after_tenant = random.choice(string.ascii_lowercase)
+        self._after_tenant = random.choice(string.ascii_lowercase)
         self._from_task = 0
         self._look_at_all = 0.0
 
-    def from_task(self) -> int:
-        """The lowest number of the next claim; 0: it looks at everything."""
+    def begins(self) -> tuple[str, int]:
+        """The tenant, and the lowest number of the next claim; 0: it looks at everything."""
         if time.monotonic() >= self._look_at_all:
             self._from_task = 0
-        return self._from_task
+        return self._after_tenant, self._from_task
 
     def note(self, claim: Claim, seconds: float) -> None:
         """That claim has begun here, and has taken so long."""
         if not self._from_task:
             pause = min(max(SHORTEST_SECONDS, seconds / SHARE), LONGEST_SECONDS)
             self._look_at_all = time.monotonic() + pause
-        self.after_tenant = claim.last_tenant or ""
+        self._after_tenant = claim.last_tenant or ""
         self._from_task = claim.next_from or 0

@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import db
 from config import Settings
 from errors import DatabaseUnavailable
 from logs import say
+from queries.leases import Settled
 from worker.held import Held
 from worker.link import SHORT_REPLY_SECONDS
 from worker.refused import Refused
 from worker.sentences import log_lost, log_settled
-from worker.settling import Finished, batch_to_settle, settle_batch
+from worker.settling import Finished, Written, batch_to_settle, settle_batch
 
 logger = logging.getLogger("scheduler")
 
@@ -27,8 +28,9 @@ class Settler(threading.Thread):
 
     What cannot be written now is kept, with its place among the worker's slots, and tried again.
     What `Refused` keeps no longer is given up: its task is tried anew when the lease ends.
-    `before` is called before what has just ended is written, `on_settled` when slots are free, with
-    whether some of these tasks are to be claimed again, now or later.
+    `before` is called before what has just ended is written. `settle_and_claim` may write a batch
+    and say what became of it, or leave it to be written here. `on_settled` is called when slots are
+    free, with whether some of these tasks are to be claimed again, now or later.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Settler(threading.Thread):
         held: Held,
         take_finished: Callable[[], list[Finished]],
         before: Callable[[], None],
+        settle_and_claim: Callable[[db.Connection, Sequence[Finished]], list[Settled] | None],
         on_settled: Callable[[bool], None],
     ) -> None:
         super().__init__(name="settler", daemon=True)
@@ -46,6 +49,7 @@ class Settler(threading.Thread):
         self._held = held
         self._take_finished = take_finished
         self._before = before
+        self._settle_and_claim = settle_and_claim
         self._on_settled = on_settled
         self._rung = threading.Event()
         self._is_ended = False
@@ -116,7 +120,7 @@ class Settler(threading.Thread):
         """
         while batch := batch_to_settle(self._unsettled[held_up:]):
             self._held.begin_settling(lease for lease, _ in batch)
-            parts = settle_batch(self._open(), batch, self._settings.retry)
+            parts = self._write(batch)
             settled = [one for part in parts for one in part.settled]
             again = [pair for part in parts for pair in part.held]
             self._unsettled[held_up : held_up + len(batch)] = again
@@ -130,6 +134,12 @@ class Settler(threading.Thread):
             log_settled(settled, self._worker_name)
             log_lost(lost, self._worker_name)
         return held_up
+
+    def _write(self, batch: Sequence[Finished]) -> list[Written]:
+        conn = self._open()
+        if (settled := self._settle_and_claim(conn, batch)) is not None:
+            return [Written(settled)]
+        return settle_batch(conn, batch, self._settings.retry)
 
     def _open(self) -> db.Connection:
         if self._conn is None or self._conn.closed:

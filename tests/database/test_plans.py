@@ -112,6 +112,7 @@ OWN_SAMPLES = {
     "READ_EVENTS": {"before": A_SNAPSHOT, "now": A_SNAPSHOT},
     "LIST_STATES": {"before": "c"},
     "CLAIM_TASKS": {"routes": "{none}"},
+    "SETTLE_AND_CLAIM": {"routes": "{none}"},
 }
 
 
@@ -340,6 +341,12 @@ def of_workers(leased: list[Row]) -> dict[str, Ask]:
         "note 8 routes": (claims.SET_ROUTES, routes, 120, 8),
         "renew 8 leases": (leases.RENEW_LEASES, renew, 120, 8),
         "settle 8": (leases.SETTLE_TASKS, settle, 400, 8),
+        "settle 8 and claim 8": (
+            claims.SETTLE_AND_CLAIM,
+            {**CLAIM, **settle, **late_tenant},
+            900,
+            8,
+        ),
         "reap 10": (leases.REAP_TASKS, {**REAP, "only": None}, 400, 10),
         "reap one": (leases.REAP_TASKS, {**REAP, "only": leased[0]["task_id"] - 90}, 100, 1),
         "see 10 expired": (leases.EXPIRED_TASKS, {"sweep_limit": 10, "after": 0}, 30, 10),

@@ -125,7 +125,13 @@ class Settling:
         self.held = Held()
         self._finished: list[Finished] = []
         self.settler = Settler(
-            settings, "w", self.held, self._take, lambda: None, lambda is_any: None
+            settings,
+            "w",
+            self.held,
+            self._take,
+            before=lambda: None,
+            settle_and_claim=lambda conn, batch: None,
+            on_settled=lambda is_any: None,
         )
 
     def claim(self, count: int) -> list[Lease]:

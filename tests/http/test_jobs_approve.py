@@ -68,7 +68,7 @@ def test_a_decision_sends_the_job_back_to_the_queue_and_is_kept_for_its_worker(
 def test_a_decision_wakes_a_worker(runs: RunClient, conn: Connection, job: tuple[int, str]) -> None:
     rows.sql(conn, "LISTEN tasks_claimable")
     runs.approve(job[0])
-    eventually(lambda: "tasks_claimable" in [channel for channel, _ in db.heard(conn)])
+    eventually(lambda: "tasks_claimable" in [one.channel for one in db.heard(conn)])
     rows.sql(conn, "UNLISTEN *")
 
 

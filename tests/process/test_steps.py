@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -231,6 +232,26 @@ def test_an_outage_burns_no_step_and_the_run_goes_on_when_it_is_over(bench: Benc
         1,
     )
     assert bench.queue.story(row["task_id"]).count("outage") == 2
+
+
+def test_the_next_step_begins_in_the_transaction_that_has_ended_the_one_before(
+    bench: Bench,
+) -> None:
+    names = [f"s{number}" for number in range(20)]
+    needs = {name: [f"tool_call.{before}"] for before, name in itertools.pairwise(names)}
+    ended, ran = play(bench, *(tool(name, "echo", needs.get(name, [])) for name in names))
+    assert ended == "SUCCEEDED"
+    transactions = {
+        (row["task_id"], row["reason"]): row["xid"]
+        for row in bench.queue.ask("SELECT task_id, reason, xmin::text AS xid FROM audit_log")
+    }
+    numbers = [ran[name]["task_id"] for name in names]
+    together = [
+        transactions[before, "succeeded"] == transactions[after, "claimed"]
+        for before, after in itertools.pairwise(numbers)
+    ]
+    # Not where the worker's main thread looks for work just then.
+    assert sum(together) > len(together) / 2
 
 
 # --- workers that die ------------------------------------------------------------------------

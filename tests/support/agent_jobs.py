@@ -58,7 +58,7 @@ def watched_events(conn: db.Connection, until: Row) -> list[Row]:
     events: list[Row] = []
 
     def look() -> bool:
-        events.extend(json.loads(payload) for _, payload in db.heard(conn))
+        events.extend(json.loads(payload) for _, payload, _ in db.heard(conn))
         return any(event.items() >= until.items() for event in events)
 
     eventually(look, what=f"{until} is told")

@@ -6,7 +6,7 @@ looked at. In the end a worker and a person come who do what there is to do: the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hypothesis import strategies as st
@@ -17,7 +17,7 @@ from db import Connection
 from errors import StateConflict
 from queries import claims, leases, operations, runs
 from queries.figures import fold_figures
-from queries.leases import ClaimedTask, Lease, Outcome
+from queries.leases import ClaimedTask, Lease, Outcome, Settled
 from tests.support import counted, proof, rows
 from tests.support.run_model import RUNS, Run
 from tests.support.runs import submit
@@ -41,6 +41,13 @@ def graphs(draw: st.DrawFn) -> dict[str, list[str]]:
         needs = [name for name in edges if draw(st.integers(1, 3)) <= likely]
         edges[f"{prefix}s{number}"] = needs if draw(st.integers(0, 4)) else []
     return edges
+
+
+def outcomes_of(verdicts: Mapping[Lease, str]) -> list[tuple[Lease, Outcome]]:
+    return [
+        (lease, Outcome(verdict, {"text": "done"}, "it went wrong"))  # type: ignore[arg-type]
+        for lease, verdict in verdicts.items()
+    ]
 
 
 class RunMachine(RuleBasedStateMachine):
@@ -168,9 +175,13 @@ class RunMachine(RuleBasedStateMachine):
         self._settle({self.held[which % len(self.held)]: verdict})
 
     @precondition(lambda self: len(self.held) > 1)
-    @rule(several=st.lists(verdicts, min_size=2, max_size=4))
-    def settle_several_at_once(self, several: list[str]) -> None:
-        self._settle(dict(zip(self.held, several, strict=False)))
+    @rule(several=st.lists(verdicts, min_size=2, max_size=4), and_claim=st.booleans())
+    def settle_several_at_once(self, several: list[str], and_claim: bool) -> None:
+        verdicts = dict(zip(self.held, several, strict=False))
+        if and_claim:
+            self._settle_and_claim(verdicts)
+        else:
+            self._settle(verdicts)
 
     @precondition(lambda self: self.once_held)
     @rule(which=indexes, verdict=verdicts)
@@ -179,12 +190,22 @@ class RunMachine(RuleBasedStateMachine):
         late = self.once_held[which % len(self.once_held)]
         self._settle({late: verdict, **dict.fromkeys(self.held[:1], "succeeded")})
 
+    def _settle_and_claim(self, verdicts: dict[Lease, str]) -> None:
+        done = claims.settle_and_claim(
+            self.worker, outcomes_of(verdicts), RETRY, "w1", rows.LEASE_SECONDS,
+            rows.Everything(), "", 0,
+        )  # fmt: skip
+        assert done is not None
+        settled, claim = done
+        self._note(settled, verdicts)
+        could = self._claimable(alone=False)
+        assert [task.task_id for task, _ in claim.tasks] == could[: len(verdicts)]
+        self._hold([task for task, _ in claim.tasks])
+
     def _settle(self, verdicts: dict[Lease, str]) -> None:
-        outcomes = [
-            (lease, Outcome(verdict, {"text": "done"}, "it went wrong"))  # type: ignore[arg-type]
-            for lease, verdict in verdicts.items()
-        ]
-        settled = leases.settle_tasks(self.worker, outcomes, RETRY)
+        self._note(leases.settle_tasks(self.worker, outcomes_of(verdicts), RETRY), verdicts)
+
+    def _note(self, settled: list[Settled], verdicts: dict[Lease, str]) -> None:
         ours = [lease for lease in verdicts if lease in self.held]
         told = {one.task_id: one.token for one in settled}
         assert told == {lease.task_id: lease.token for lease in ours}

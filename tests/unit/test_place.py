@@ -19,15 +19,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_the_first_claim_looks_at_everything(clock: list[float]) -> None:
-    assert Place().from_task() == 0
+    assert Place().begins()[1] == 0
 
 
 def test_a_claim_begins_where_the_one_before_said_that_it_may(clock: list[float]) -> None:
     here = Place()
     here.note(FULL, seconds=0.001)
-    assert (here.after_tenant, here.from_task()) == ("t1", 700)
+    assert here.begins() == ("t1", 700)
     here.note(Claim([]), seconds=0.001)
-    assert (here.after_tenant, here.from_task()) == ("", 0)
+    assert here.begins() == ("", 0)
 
 
 @pytest.mark.parametrize(
@@ -39,11 +39,11 @@ def test_now_and_then_a_claim_looks_at_everything(
     clock: list[float], took: float, pause: float
 ) -> None:
     here = Place()
-    here.from_task()
+    here.begins()
     here.note(FULL, took)
     for instant in (1000 + pause / 2, 1000 + pause - 0.01):
         clock[0] = instant
-        assert here.from_task() == 700
+        assert here.begins()[1] == 700
         here.note(FULL, seconds=0.001)  # which puts nothing off
     clock[0] = 1000 + pause
-    assert here.from_task() == 0
+    assert here.begins()[1] == 0

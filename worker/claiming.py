@@ -1,0 +1,251 @@
+"""Claims tasks for one worker and hands them to its runner.
+
+Two threads do. The main one claims when slots are free and something may be due. The settler takes,
+in the transaction that ends a few tasks, as many new ones: so the next step of a chain costs no
+commit and no notification of its own. They take turns, but the settler waits for none: while the
+main thread claims, it only settles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import db
+from config import Settings
+from connection import impatient
+from errors import DatabaseUnavailable
+from queries import claims
+from queries.claims import Claim, ClaimPolicy
+from queries.leases import ClaimedTask, Lease, Outcome, Settled
+from worker.held import Held
+from worker.messages import with_message
+from worker.outputs import GIVEN_BACK_SECONDS, with_outputs
+from worker.place import Place
+from worker.sentences import log_claimed, log_lost
+from worker.settling import IMPATIENT_PART_SECONDS, Finished
+
+logger = logging.getLogger("scheduler")
+
+FULL_ROUTE_POLL_SECONDS = 0.5
+LARGEST_CLAIM = 250  # more would keep the first of them waiting for the last
+LARGEST_REFILL = 16  # more is done sooner by two threads, each over its connection
+OVERDUE_SECONDS = 0.5
+CONTENDED_SECONDS = 0.05  # the first pause after a claim that others were faster at
+
+
+class Runner(Protocol):
+    """What carries tasks out: execution/runner.py."""
+
+    def start(self, task: ClaimedTask, route: str | None) -> None: ...
+
+    def end(self, lease: Lease, outcome: Outcome) -> None: ...
+
+    def stop(self, leases: Sequence[Lease]) -> None: ...
+
+
+class Claimer:
+    """Fills the slots of one worker.
+
+    `on_left` is called, on any thread, when there is something that the main thread is to claim,
+    `on_suspect` when a task can have its last try now, in a process of its own.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        name: str,
+        concurrency: int,
+        held: Held,
+        policy: ClaimPolicy,
+        runner: Runner,
+        on_left: Callable[[], None],
+        on_suspect: Callable[[], None],
+        alone: bool = False,
+    ) -> None:
+        self._settings = settings
+        self._name = name
+        self._concurrency = concurrency
+        self._held = held
+        self._policy = policy
+        self._runner = runner
+        self._on_left = on_left
+        self._on_suspect = on_suspect
+        self._alone = alone
+        self.is_draining = False
+        self.last_start = time.monotonic()
+        self._is_stopped = False
+        self._place = Place()
+        self._contended = 0
+        self._wants_slots = True  # or nothing is due that they could take
+        self._turn = threading.Lock()
+        # The settler's backend, if its last claim has left nothing of what it had made due.
+        self._all_taken_by: int | None = None
+
+    def stop(self) -> None:
+        """Claim nothing from now on; may be called from a signal handler."""
+        self._is_stopped = True
+
+    # --- the main thread ---------------------------------------------------------------------
+
+    def claim_and_start(self, conn: db.Connection, until: float) -> float:
+        """Lease as many tasks as slots are free, and start each on its route.
+
+        The seconds after which there may be more; inf: somebody tells of it. It begins no other
+        claim after `until`, by the monotonic clock: the worker has other duties.
+
+        A claim shares its slots between tenants; what one tenant leaves, the next claim fills.
+        """
+        with self._turn:
+            return self._claim_and_start(conn, until)
+
+    def _claim_and_start(self, conn: db.Connection, until: float) -> float:
+        pause_seconds = math.inf
+        # What ends while it claims frees a slot that the next look finds, if anything is left.
+        self._wants_slots = self.is_draining or self._policy.has_limits
+        while (free := self._free_slots()) > 0 and not self._is_stopped:
+            claim = self._claim(conn, min(free, LARGEST_CLAIM))
+            self._begin(conn, claim)
+            claims.note_routes(conn, claim)
+            pause_seconds = min(pause_seconds, self._pause_after(claim))
+            if claim.has_suspect and not self._alone:
+                self._on_suspect()
+            # Of what others make due from now on, a notification tells; of a call's end, nobody.
+            is_any_left = claim.is_any_left or (self._policy.has_limits and claim.depth > 0)
+            self._wants_slots = self.is_draining or is_any_left
+            if not claim.tasks or not is_any_left:
+                break
+            if time.monotonic() >= until:  # the settler frees slots all the time
+                return 0.0
+        return pause_seconds
+
+    def _free_slots(self) -> int:
+        """How many; where there is none, the settler tells of the next."""
+        if len(self._held) >= self._concurrency:
+            self._wants_slots = True  # first, and then a look at what came before that
+        return self._concurrency - len(self._held)
+
+    def _claim(self, conn: db.Connection, slots: int) -> Claim:
+        lease_seconds = self._settings.worker.lease_seconds
+        if self._alone:
+            return claims.claim_alone(conn, self._name, lease_seconds, self._policy)
+        begins, began = self._place.begins(), time.monotonic()
+        claim = claims.claim_tasks(conn, self._name, slots, lease_seconds, self._policy, *begins)
+        self._place.note(claim, time.monotonic() - began)
+        return claim
+
+    def _pause_after(self, claim: Claim) -> float:
+        """The seconds until something is due, or may be had that was not for others' sake."""
+        pause_seconds = math.inf
+        if (next_due := claim.next_due_seconds) is not None:
+            # What is overdue still is a row that somebody holds: no reason to hurry.
+            pause_seconds = next_due if next_due > 0 else OVERDUE_SECONDS
+        if claim.tasks:
+            self._contended = 0
+        elif claim.depth and self._policy.has_limits:
+            # Another worker's call has to end first, and nobody notifies of that.
+            pause_seconds = min(pause_seconds, FULL_ROUTE_POLL_SECONDS)
+        elif claim.last_tenant is not None:
+            longest = CONTENDED_SECONDS * 2 ** min(self._contended, 10)
+            pause_seconds = min(pause_seconds, longest * random.uniform(0.75, 1.0))
+            self._contended += 1
+        return pause_seconds
+
+    # --- the settler -------------------------------------------------------------------------
+
+    def settle_and_claim(
+        self, conn: db.Connection, batch: Sequence[Finished]
+    ) -> list[Settled] | None:
+        """Write what came of a few tasks and lease as many for their slots, in one transaction.
+
+        None: nothing is written, and nothing claimed. It is not worth it, or not this thread's
+        turn, or it cannot be done so; to settle without a claim may be possible.
+        """
+        self._all_taken_by = None  # first: of what is settled without a claim, a notification tells
+        if not self._is_worth_a_claim(batch) or not self._turn.acquire(blocking=False):
+            return None
+        try:
+            return self._settle_and_claim(conn, batch)
+        finally:
+            self._turn.release()
+
+    def _is_worth_a_claim(self, batch: Sequence[Finished]) -> bool:
+        if len(batch) > LARGEST_REFILL or self._alone or self._is_stopped:
+            return False
+        return self._wants_slots or any(lease.run_id is not None for lease, _ in batch)
+
+    def _settle_and_claim(
+        self, conn: db.Connection, batch: Sequence[Finished]
+    ) -> list[Settled] | None:
+        begins, began = self._place.begins(), time.monotonic()
+        lease_seconds, retry = self._settings.worker.lease_seconds, self._settings.retry
+        try:
+            with impatient(conn, IMPATIENT_PART_SECONDS):
+                done = claims.settle_and_claim(
+                    conn, batch, retry, self._name, lease_seconds, self._policy, *begins
+                )
+        except Exception:  # whichever half it is about, that will tell when it is done alone
+            self._on_left()
+            if conn.closed:
+                raise
+            return None
+        if done is None:
+            return None
+        settled, claim = done
+        self._place.note(claim, time.monotonic() - began)
+        self._begin(conn, claim)
+        with contextlib.suppress(DatabaseUnavailable):  # most settles say it again
+            claims.note_routes(conn, claim)
+        self._wants_slots = self.is_draining or claim.is_any_left
+        if claim.has_suspect:
+            self._on_left()
+        elif not claim.is_any_left:
+            self._all_taken_by = conn.info.backend_pid
+        return settled
+
+    def is_left(self, senders: set[int]) -> bool:
+        """Whether something may be left of what these backends say has become claimable."""
+        if not senders:
+            return False
+        with self._turn:
+            return senders != {self._all_taken_by}
+
+    def note_free_slots(self, is_any_to_come_back: bool) -> None:
+        """Outcomes were written. Of a task that comes back later no notification tells."""
+        is_wanted = self._wants_slots and len(self._held) < self._concurrency
+        if is_any_to_come_back or is_wanted or self._is_stopped:
+            self._on_left()
+
+    # --- both --------------------------------------------------------------------------------
+
+    def _begin(self, conn: db.Connection, claim: Claim) -> None:
+        """Hold what was claimed, and start each task on its route."""
+        claimed = {task.task_id for task, _ in claim.tasks}
+        # Some were taken back from us and are ours again by another token.
+        lost = self._held.drop_lost(one for one in self._held.leases() if one.task_id in claimed)
+        self._runner.stop(lost)
+        log_lost(lost, self._name)
+        self._held.add(task for task, _ in claim.tasks)
+        log_claimed(claim.tasks, self._name)  # first: it names a task that kills its process
+        for task, route in claim.tasks:
+            self._start(conn, task, route)
+
+    def _start(self, conn: db.Connection, task: ClaimedTask, route: str | None) -> None:
+        self.last_start = time.monotonic()
+        if route is None and task.requested_route != "none":
+            # Its route closed, or filled up, between the look and the claim.
+            ready: ClaimedTask | Outcome = Outcome("released", delay_seconds=GIVEN_BACK_SECONDS)
+        elif task.kind == "callback":
+            ready = with_message(conn, task, self._settings)
+        else:
+            ready = with_outputs(conn, task)
+        if isinstance(ready, Outcome):
+            self._runner.end(task.lease, ready)
+        else:
+            self._runner.start(ready, route)
