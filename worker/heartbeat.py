@@ -60,7 +60,8 @@ def renew(conn: db.Connection, held: Sequence[Lease], lease_seconds: float) -> B
     if left:
         named = ", ".join(str(lease.task_id) for lease in left[:MOST_NAMED])
         logger.error(
-            "%s of %s leases are not renewed and may run out, the work goes on: tasks %s (%s)",
+            "Leases that are not renewed: %s of %s; they may run out, their work goes on "
+            "(tasks %s: %s)",
             *(len(left), len(held), named, why),
         )
     return beat

@@ -14,7 +14,7 @@ from db import Connection
 from queries import leases
 from queries.leases import Beat, ClaimedTask, Lease
 from tests.support import rows
-from worker.heartbeat import ENOUGH_REFUSED, Heartbeat, RenewalRefused, renew
+from worker.heartbeat import ENOUGH_REFUSED, MOST_NAMED, Heartbeat, RenewalRefused, renew
 from worker.held import Held
 
 LEASE_SECONDS = rows.LEASE_SECONDS
@@ -127,8 +127,8 @@ def test_a_refused_lease_is_kept_with_its_work_and_said_in_one_line_that_quotes_
     assert beating.reports == 1
     assert run_out(conn) == [bad.task_id]
     (told,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert told.startswith("1 of 8 leases are not renewed ")
-    assert f": tasks {bad.task_id} (" in told
+    assert told.startswith("Leases that are not renewed: 1 of 8; ")
+    assert f"(tasks {bad.task_id}: " in told
     assert 'violates check constraint "broken"' in told
     assert "\n" not in told
     assert SECRET not in caplog.text
@@ -167,7 +167,11 @@ def test_many_refused_leases_are_told_from_a_database_that_refuses_all(
             except RenewalRefused:
                 continue
     assert run_out(conn) == [lease.task_id for lease in bad]
-    assert caplog.records[-1].getMessage().startswith(f"{len(bad)} of 100 leases are not renewed ")
+    told = caplog.records[-1].getMessage()
+    assert told.startswith(f"Leases that are not renewed: {len(bad)} of 100; ")
+    named = [int(one) for one in told.split("tasks ")[1].split(": ")[0].split(", ")]
+    assert len(named) == MOST_NAMED
+    assert {lease.task_id for lease in bad} > set(named)
 
 
 @pytest.mark.parametrize("count", [1, 3, 1000])
