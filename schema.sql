@@ -363,13 +363,17 @@ BEGIN
           AND (max_chars IS NULL OR prompt_length(payload) <= max_chars));
 END $$;
 
--- The end of every claim: PENDING -> RUNNING (claimed), with a fresh token. A token is 74 random bits of
--- its claim and the task's number: to draw one for each task would be a seventh of the claim's time.
+-- The end of every claim: PENDING -> RUNNING (claimed), with a fresh token: 48 random bits and the last 32
+-- of the transaction's number, which are of the claim, and the task's number. No two claims of a task have
+-- the same, even where somebody has set the seed; and if transactions were lost, with a primary that had
+-- not passed them on, and their numbers come again, the random bits tell. gen_random_uuid would
+-- open a file each time, where Postgres was built without OpenSSL.
 -- Tells of the tasks, the first to begin first, by one list for each column; NULL: there are none.
 CREATE FUNCTION lease_tasks(chosen bigint[], by_worker text, lease_seconds double precision)
 RETURNS json LANGUAGE plpgsql AS $$
 DECLARE
-    of_claim CONSTANT text := left(gen_random_uuid()::text, 24);
+    of_claim CONSTANT text := lpad(to_hex((random() * ((1::bigint << 48) - 1))::bigint), 12, '0')
+        || lpad(to_hex(mod(pg_current_xact_id()::text::bigint, 1::bigint << 32)), 8, '0');
     leased   json;
 BEGIN
     WITH claimed AS (
@@ -478,34 +482,35 @@ BEGIN
 END $$;
 
 -- Leases up to `slots` due tasks: all, if no more are due (and if more come while it looks, whichever come
--- first in the index), and else by shares.
+-- first in the index), and else by shares. Tells [tasks, last_tenant, is_any_left, depth, has_suspect,
+-- next_due_seconds, next_from]: one value, since to plan a message that reads columns of a function costs
+-- as much as an index scan.
 CREATE FUNCTION claim_tasks(
     by_worker     text,
     slots         integer,
     lease_seconds double precision,
-    wanted        jsonb,
-    budgets       jsonb,                   -- {}: none has a limit, and `wanted` names routes only
+    routes        text[],                  -- that tasks may ask for
+    wanted        jsonb,                   -- NULL: whatever asks for these
+    budgets       jsonb,                   -- NULL, {}: none has a limit, and `wanted` names routes only
     after_tenant  text,
     depth_limit   integer,
-    from_task     bigint,
-    OUT tasks            json,             -- NULL: none
-    OUT last_tenant      text,             -- to which the round came; NULL: nothing is due
-    OUT is_any_left      boolean,          -- another claim may find more
-    OUT depth            bigint,           -- due besides these; NULL: no choice depends on it
-    OUT has_suspect      boolean,          -- a task can have its last try now, alone
-    OUT next_due_seconds double precision, -- until the next delayed task is due; NULL: there is none
-    OUT next_from        bigint            -- where a claim soon after this one may begin; NULL: at 0
-) LANGUAGE plpgsql
+    from_task     bigint
+) RETURNS json LANGUAGE plpgsql
 SET plan_cache_mode = force_generic_plan SET enable_seqscan = off AS $$
 DECLARE
-    routes CONSTANT text[] := ARRAY(
-        SELECT asked ->> 'requested_route' FROM jsonb_array_elements(wanted) AS asked);
-    waiting bigint;  -- NULL: not counted
-    chosen  bigint[];
-    is_auto boolean;
+    waiting          bigint;               -- NULL: not counted
+    chosen           bigint[];
+    is_auto          boolean;
+    tasks            json;                 -- NULL: none
+    last_tenant      text;                 -- to which the round came; NULL: nothing is due
+    is_any_left      boolean;              -- another claim may find more
+    depth            bigint;               -- due besides these; NULL: no choice depends on it
+    has_suspect      boolean;              -- a task can have its last try now, alone
+    next_due_seconds double precision;     -- until the next delayed task is due; NULL: there is none
+    next_from        bigint;               -- where a claim soon after this one may begin; NULL: at 0
 BEGIN
     FOR look IN 1..2 LOOP
-        SELECT CASE WHEN from_task = 0 AND budgets = '{}' THEN (
+        SELECT CASE WHEN from_task = 0 AND coalesce(budgets = '{}', true) THEN (
                    SELECT count(*) FROM (
                        SELECT FROM unnest(routes) AS asked(route) CROSS JOIN LATERAL (
                            SELECT FROM tasks t
@@ -515,7 +520,7 @@ BEGIN
                        LIMIT slots + 1) AS due) END,
                (SELECT t.task_id FROM tasks t
                 WHERE t.due AND t.alone AND t.requested_route = ANY(routes)
-                  AND is_wanted(wanted, t.requested_route, t.payload)
+                  AND (wanted IS NULL OR is_wanted(wanted, t.requested_route, t.payload))
                 ORDER BY t.task_id LIMIT 1) IS NOT NULL,
                (SELECT extract(epoch FROM t.available_at - current_instant()) FROM tasks t
                 WHERE t.status = 'PENDING' AND NOT t.due
@@ -543,6 +548,10 @@ BEGIN
             WHEN waiting > coalesce(cardinality(chosen), 0) THEN true
             WHEN cardinality(chosen) < slots THEN false END;
     ELSE
+        IF wanted IS NULL THEN
+            SELECT jsonb_agg(jsonb_build_object('requested_route', route, 'budget', route)), '{}'
+            INTO wanted, budgets FROM unnest(routes) AS asked(route);
+        END IF;
         SELECT shares.* INTO chosen, is_auto, last_tenant, is_any_left, next_from
         FROM choose_by_shares(slots, routes, wanted, budgets, after_tenant, from_task) AS shares;
     END IF;
@@ -561,6 +570,8 @@ BEGIN
     IF is_auto AND depth_limit > 0 THEN
         depth := count_due(depth_limit);
     END IF;
+    RETURN json_build_array(
+        tasks, last_tenant, is_any_left, depth, has_suspect, next_due_seconds, next_from);
 END $$;
 
 -- Leases a task that has its last try, alone: no other may share a process with it.
@@ -1079,6 +1090,10 @@ END $$;
 -- A heartbeat, or an update of no row, changes no state: for it, nothing is found. The join is a FULL
 -- one, though each row has its pair. The planner knows nothing of the tables of changed rows, and keeps
 -- the plan it made for the first few: but this it cannot do by comparing n * n rows.
+--
+-- Then it tells figure_changes, see there: what is now, less what was before. A heartbeat leaves nothing.
+-- Most statements only claim, or only end what has succeeded, and change a few of the figures; to ask for
+-- all of them would be a twentieth of a claim of one task.
 CREATE FUNCTION audit_changed_tasks() RETURNS trigger LANGUAGE plpgsql AS $$
 DECLARE
     told record;
@@ -1092,7 +1107,10 @@ BEGIN
                    OR n.lease_token IS DISTINCT FROM o.lease_token AS has_moved,
                n.due AND NOT o.due AS is_claimable,
                n.callback_url IS NOT NULL AND n.finished_at IS NOT NULL AND o.finished_at IS NULL
-                   AS is_to_be_told
+                   AS is_to_be_told,
+               o.due AS was_due,
+               (n.tenant, n.kind, n.retry_count, n.reclaim_count, n.route, n.cost) IS NOT DISTINCT FROM
+                   (o.tenant, o.kind, o.retry_count, o.reclaim_count, o.route, o.cost) AS is_else_as_before
         FROM new_tasks n FULL JOIN old_tasks o ON n.task_id = o.task_id
     ),
     changed AS (
@@ -1116,7 +1134,14 @@ BEGIN
                FILTER (WHERE is_illegal) AS illegal,
            string_agg(concat_ws(',', task_id, parent_id), ',') FILTER (WHERE has_moved) AS ids,
            bool_or(is_claimable) AS is_claimable,
-           bool_or(is_to_be_told) AS is_to_be_told
+           bool_or(is_to_be_told) AS is_to_be_told,
+           count(*) FILTER (
+               WHERE is_else_as_before AND old_status = 'PENDING' AND was_due AND status = 'RUNNING'
+           ) AS claimed,
+           count(*) FILTER (
+               WHERE is_else_as_before AND old_status = 'RUNNING' AND status = 'SUCCEEDED'
+           ) AS succeeded,
+           (SELECT count(*) FROM new_tasks) AS all_rows
     INTO told FROM changed;
     IF told.illegal IS NOT NULL THEN
         RAISE EXCEPTION '%', told.illegal
@@ -1138,6 +1163,60 @@ BEGIN
         FROM new_tasks n FULL JOIN old_tasks o ON n.task_id = o.task_id
         WHERE n.callback_url IS NOT NULL AND n.finished_at IS NOT NULL AND o.finished_at IS NULL
         ORDER BY n.task_id;
+    END IF;
+
+    IF told.claimed = told.all_rows THEN
+        INSERT INTO figure_changes (tenant, kind, pending, running, due)
+        SELECT tenant, kind, -count(*), count(*), -count(*)
+        FROM new_tasks GROUP BY tenant, kind;
+    ELSIF told.succeeded = told.all_rows THEN
+        INSERT INTO figure_changes (tenant, kind, running, succeeded, timed, microseconds)
+        SELECT tenant, kind, -count(*), count(*), count(duration_seconds),
+               sum((duration_seconds * 1000000)::bigint)
+        FROM new_tasks GROUP BY tenant, kind;
+    ELSE
+        INSERT INTO figure_changes (
+            tenant, kind, blocked, pending, running, awaiting_approval, succeeded, failed, cancelled,
+            due, dead, retries, reclaimed, timed, microseconds,
+            paid_local, cost_local, paid_cloud, cost_cloud)
+        SELECT *
+        FROM (
+            SELECT
+                tenant, kind,
+                sum(n) FILTER (WHERE status = 'BLOCKED') AS blocked,
+                sum(n) FILTER (WHERE status = 'PENDING') AS pending,
+                sum(n) FILTER (WHERE status = 'RUNNING') AS running,
+                sum(n) FILTER (WHERE status = 'AWAITING_APPROVAL') AS awaiting_approval,
+                sum(n) FILTER (WHERE status = 'SUCCEEDED') AS succeeded,
+                sum(n) FILTER (WHERE status = 'FAILED') AS failed,
+                sum(n) FILTER (WHERE status = 'CANCELLED') AS cancelled,
+                sum(n) FILTER (WHERE due) AS due,
+                sum(n) FILTER (WHERE status = 'FAILED' AND reason <> 'rejected') AS dead,
+                sum(n * retry_count) AS retries,
+                sum(n) FILTER (WHERE reclaim_count > 0) AS reclaimed,
+                sum(n) FILTER (
+                    WHERE status = 'SUCCEEDED' AND duration_seconds IS NOT NULL) AS timed,
+                sum(n * (duration_seconds * 1000000)::bigint) FILTER (
+                    WHERE status = 'SUCCEEDED') AS microseconds,
+                sum(n) FILTER (WHERE route = 'local' AND cost IS NOT NULL) AS paid_local,
+                sum(n * cost) FILTER (WHERE route = 'local') AS cost_local,
+                sum(n) FILTER (WHERE route = 'cloud' AND cost IS NOT NULL) AS paid_cloud,
+                sum(n * cost) FILTER (WHERE route = 'cloud') AS cost_cloud
+            FROM (
+                SELECT 1 AS n, tenant, kind, status, reason, due, retry_count, reclaim_count,
+                       duration_seconds, route, cost
+                FROM new_tasks
+                UNION ALL
+                SELECT -1, tenant, kind, status, reason, due, retry_count, reclaim_count,
+                       duration_seconds, route, cost
+                FROM old_tasks
+            ) AS task
+            GROUP BY tenant, kind
+        ) AS changed
+        WHERE (
+            blocked, pending, running, awaiting_approval, succeeded, failed, cancelled, due, dead,
+            retries, reclaimed, timed, microseconds, paid_local, cost_local, paid_cloud, cost_cloud
+        ) <> (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
     END IF;
     RETURN NULL;
 END $$;
@@ -1240,54 +1319,6 @@ BEGIN
     RETURN NULL;
 END $$;
 
--- What a statement has changed: what is now, less what was before. A heartbeat leaves nothing.
-CREATE FUNCTION count_changed_tasks() RETURNS trigger LANGUAGE plpgsql AS $$
-BEGIN
-    INSERT INTO figure_changes (
-        tenant, kind, blocked, pending, running, awaiting_approval, succeeded, failed, cancelled,
-        due, dead, retries, reclaimed, timed, microseconds,
-        paid_local, cost_local, paid_cloud, cost_cloud)
-    SELECT *
-    FROM (
-        SELECT
-            tenant, kind,
-            sum(n) FILTER (WHERE status = 'BLOCKED') AS blocked,
-            sum(n) FILTER (WHERE status = 'PENDING') AS pending,
-            sum(n) FILTER (WHERE status = 'RUNNING') AS running,
-            sum(n) FILTER (WHERE status = 'AWAITING_APPROVAL') AS awaiting_approval,
-            sum(n) FILTER (WHERE status = 'SUCCEEDED') AS succeeded,
-            sum(n) FILTER (WHERE status = 'FAILED') AS failed,
-            sum(n) FILTER (WHERE status = 'CANCELLED') AS cancelled,
-            sum(n) FILTER (WHERE due) AS due,
-            sum(n) FILTER (WHERE status = 'FAILED' AND reason <> 'rejected') AS dead,
-            sum(n * retry_count) AS retries,
-            sum(n) FILTER (WHERE reclaim_count > 0) AS reclaimed,
-            sum(n) FILTER (
-                WHERE status = 'SUCCEEDED' AND duration_seconds IS NOT NULL) AS timed,
-            sum(n * (duration_seconds * 1000000)::bigint) FILTER (
-                WHERE status = 'SUCCEEDED') AS microseconds,
-            sum(n) FILTER (WHERE route = 'local' AND cost IS NOT NULL) AS paid_local,
-            sum(n * cost) FILTER (WHERE route = 'local') AS cost_local,
-            sum(n) FILTER (WHERE route = 'cloud' AND cost IS NOT NULL) AS paid_cloud,
-            sum(n * cost) FILTER (WHERE route = 'cloud') AS cost_cloud
-        FROM (
-            SELECT 1 AS n, tenant, kind, status, reason, due, retry_count, reclaim_count,
-                   duration_seconds, route, cost
-            FROM new_tasks
-            UNION ALL
-            SELECT -1, tenant, kind, status, reason, due, retry_count, reclaim_count,
-                   duration_seconds, route, cost
-            FROM old_tasks
-        ) AS task
-        GROUP BY tenant, kind
-    ) AS changed
-    WHERE (
-        blocked, pending, running, awaiting_approval, succeeded, failed, cancelled, due, dead,
-        retries, reclaimed, timed, microseconds, paid_local, cost_local, paid_cloud, cost_cloud
-    ) <> (0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
-    RETURN NULL;
-END $$;
-
 -- Counts everything anew: after a migration, and for whoever filled the table with its triggers
 -- disabled. Nobody changes a task meanwhile.
 CREATE FUNCTION recount_figures() RETURNS void LANGUAGE plpgsql AS $$
@@ -1330,9 +1361,6 @@ END $$;
 CREATE TRIGGER count_tasks_created AFTER INSERT ON tasks
     REFERENCING NEW TABLE AS some_tasks
     FOR EACH STATEMENT EXECUTE FUNCTION count_tasks();
-CREATE TRIGGER count_tasks_changed AFTER UPDATE ON tasks
-    REFERENCING OLD TABLE AS old_tasks NEW TABLE AS new_tasks
-    FOR EACH STATEMENT EXECUTE FUNCTION count_changed_tasks();
 CREATE TRIGGER count_tasks_deleted AFTER DELETE ON tasks
     REFERENCING OLD TABLE AS some_tasks
     FOR EACH STATEMENT EXECUTE FUNCTION count_tasks();

@@ -252,8 +252,8 @@ class WhateverIsDue:
     has_limits = False
     depth_that_matters = 0
 
-    def wanted_at_any_depth(self) -> list[Wanted] | None:
-        return [Wanted("auto", "all")]
+    def routes_at_any_depth(self) -> list[str] | None:
+        return ["auto"]
 
     def wanted(self, look: Look) -> tuple[list[Wanted], dict[str, int | None]]:
         return [Wanted("auto", "all")], {}

@@ -95,16 +95,16 @@ class Routes:
         budgets["rest"] = max(0, self._rest(look))
         return wanted, budgets
 
-    def wanted_at_any_depth(self) -> list[Wanted] | None:
-        """As `wanted`, where neither calls in flight nor how many are due make a difference."""
-        open_routes = [name for name in ROUTES if self._is_open(name)]
+    def routes_at_any_depth(self) -> list[str] | None:
+        """What the tasks that are `wanted` ask for, where neither calls in flight nor how many are
+        due make a difference."""
+        with self._lock:
+            open_routes = [name for name, route in self._routes.items() if route.is_open]
         if self.has_limits or (len(open_routes) == 1 and not self._routing.fallback):
             return None
         self._left = {name: None if name in open_routes else 0 for name in ROUTES}
-        requests = ["none"]
-        if open_routes:  # both, or one that takes what the other would
-            requests += [*ROUTES, "auto"]
-        return [Wanted(name, name) for name in requests]
+        # Both, or one that takes what the other would.
+        return ["none", *ROUTES, "auto"] if open_routes else ["none"]
 
     def choose(self, tasks: Sequence[ClaimedTask], depth: int) -> list[str | None]:
         """The route of each task, within the budgets of `wanted`; None: none, or none now."""

@@ -11,8 +11,8 @@ state predicate is inside the locking SELECT.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from connection import Connection, Cursor, Row, fetch, transaction
@@ -47,8 +47,9 @@ class ClaimPolicy(Protocol):
     has_limits: bool
     depth_that_matters: int
 
-    def wanted_at_any_depth(self) -> list[Wanted] | None:
-        """What to take, if that is the same whatever a look would find, and unlimited; or None."""
+    def routes_at_any_depth(self) -> list[str] | None:
+        """What tasks may ask for, if that is the same whatever a look would find, and unlimited;
+        or None."""
 
     def wanted(self, look: Look) -> tuple[list[Wanted], dict[str, int | None]]:
         """What to take, and how much at most of each budget (None: no limit)."""
@@ -58,7 +59,7 @@ class ClaimPolicy(Protocol):
         cannot run now after all."""
 
 
-@dataclass(frozen=True)
+@dataclass  # frozen, it would take three times as long to make, and work waits for it
 class Claim:
     """What one claim brought: tasks with their routes."""
 
@@ -73,9 +74,9 @@ class Claim:
 
 
 CLAIM_TASKS = """
-SELECT * FROM claim_tasks(
-    %(worker)s, %(slots)s, %(lease_seconds)s, %(wanted)s, %(budgets)s, %(after_tenant)s,
-    %(depth_limit)s, %(from_task)s)
+SELECT claim_tasks(
+    %(worker)s, %(slots)s, %(lease_seconds)s, %(routes)s, %(wanted)s, %(budgets)s,
+    %(after_tenant)s, %(depth_limit)s, %(from_task)s) AS told
 """
 CLAIM_SUSPECT = "SELECT claim_suspect(%(worker)s, %(lease_seconds)s, %(wanted)s) AS tasks"
 
@@ -127,29 +128,29 @@ def claim_tasks(
         "after_tenant": after_tenant,
         "from_task": from_task,
     }
-    if (wanted := policy.wanted_at_any_depth()) is not None:
-        return _claim_at_any_depth(conn, policy, wanted, values)
+    if (routes := policy.routes_at_any_depth()) is not None:
+        return _claim_at_any_depth(conn, policy, routes, values)
     with transaction(conn) as cursor:
         look = _look(cursor, slots, policy)
         wanted, budgets = policy.wanted(look)
         values |= {"wanted": _as_json(wanted), "budgets": json.dumps(budgets), "depth_limit": 0}
-        row = _ask(cursor, CLAIM_TASKS, values)
-        tasks = _claimed_tasks(row)
-        # The batch itself is no depth for its own decisions.
-        claim = _claim(row, tasks, policy, max(0, look.depth - len(tasks)))
+        values["routes"] = _as_array(dict.fromkeys(one.requested_route for one in wanted))
+        told = _ask(cursor, CLAIM_TASKS, values)["told"]
+        claim = _claim(told, policy, look.depth)
         _note_routes(cursor, claim)
         return claim
 
 
 def _claim_at_any_depth(
-    conn: Connection, policy: ClaimPolicy, wanted: Sequence[Wanted], values: Row
+    conn: Connection, policy: ClaimPolicy, routes: Sequence[str], values: Row
 ) -> Claim:
     """In one message. Nobody counts calls in flight, so routes can be noted when all has begun."""
-    values |= {"wanted": _as_json(wanted), "budgets": "{}"}
+    values |= {"routes": _as_array(routes), "wanted": None, "budgets": None}
     values["depth_limit"] = policy.depth_that_matters + 1
     (row,) = fetch(conn, CLAIM_TASKS, values)
-    claim = _claim(row, _claimed_tasks(row), policy, row["depth"] or 0)
-    return replace(claim, are_routes_noted=_routes_of(claim) is None)
+    claim = _claim(row["told"], policy)
+    claim.are_routes_noted = all(route is None for _, route in claim.tasks)
+    return claim
 
 
 def note_routes(conn: Connection, claim: Claim) -> None:
@@ -164,7 +165,7 @@ def claim_alone(conn: Connection, worker: str, lease_seconds: float, policy: Cla
         look = _look(cursor, 1, policy)
         wanted, _ = policy.wanted(look)
         values = {"worker": worker, "lease_seconds": lease_seconds, "wanted": _as_json(wanted)}
-        tasks = _claimed_tasks(_ask(cursor, CLAIM_SUSPECT, values))
+        tasks = _claimed_tasks(_ask(cursor, CLAIM_SUSPECT, values)["tasks"])
         claim = Claim(_routed(tasks, policy, look.depth), depth=look.depth)
         _note_routes(cursor, claim)
         return claim
@@ -180,6 +181,11 @@ def _as_json(wanted: Sequence[Wanted]) -> str:
     return json.dumps([vars(one) for one in wanted])
 
 
+def _as_array(routes: Iterable[str]) -> str:
+    """As Postgres reads it: less to parse than ARRAY[...]."""
+    return "{" + ",".join(routes) + "}"
+
+
 def _look(cursor: Cursor, slots: int, policy: ClaimPolicy) -> Look:
     values = {
         "depth_limit": policy.depth_that_matters + slots + 1,
@@ -189,16 +195,15 @@ def _look(cursor: Cursor, slots: int, policy: ClaimPolicy) -> Look:
     return Look(row["depth"], slots, row["in_flight"] or {})
 
 
-def _claim(row: Row, tasks: list[ClaimedTask], policy: ClaimPolicy, depth: int) -> Claim:
-    return Claim(
-        _routed(tasks, policy, depth),
-        row["is_any_left"],
-        depth,
-        row["next_due_seconds"],
-        row["has_suspect"],
-        row["last_tenant"],
-        row["next_from"],
-    )
+def _claim(told: Sequence[Any], policy: ClaimPolicy, looked: int | None = None) -> Claim:
+    """What claim_tasks tells, with the routes that `policy` chooses; `looked` is the depth before,
+    if there was a look."""
+    columns, last_tenant, is_any_left, depth, has_suspect, next_due_seconds, next_from = told
+    tasks = _claimed_tasks(columns)
+    # The batch itself is no depth for its own decisions.
+    depth = depth or 0 if looked is None else max(0, looked - len(tasks))
+    routed = _routed(tasks, policy, depth)
+    return Claim(routed, is_any_left, depth, next_due_seconds, has_suspect, last_tenant, next_from)
 
 
 def _routed(
@@ -220,9 +225,9 @@ def _routes_of(claim: Claim) -> Row | None:
     return {"routes": json.dumps(routed)} if routed else None
 
 
-def _claimed_tasks(row: Row) -> list[ClaimedTask]:
+def _claimed_tasks(columns: Sequence[Sequence[Any]] | None) -> list[ClaimedTask]:
     """One list for each column became one task for each row."""
-    return [_claimed(*task) for task in zip(*row["tasks"] or [], strict=True)]
+    return [_claimed(*task) for task in zip(*columns or (), strict=True)]
 
 
 def _claimed(

@@ -21,7 +21,9 @@ CLAIM = {
     "worker": "w1",
     "slots": 4,
     "lease_seconds": 30,
-    "budgets": "{}",
+    "routes": "{none}",
+    "wanted": None,
+    "budgets": None,
     "after_tenant": "default",
     "depth_limit": 10,
 }
@@ -125,9 +127,8 @@ def test_beside_an_old_snapshot_nothing_is_read_that_was_settled_since(
         reader.execute("SELECT count(*) FROM workers")  # from now on nothing dead is removed
         begins = settle_many(known)
         db.submit_tasks(known, [rows.new_task(requested_route="none") for _ in range(BATCH)])
-        values = {**CLAIM, "wanted": json.dumps([vars(Wanted("none", "all"))])}
         pages = {
-            start: plan_of(known, claims.CLAIM_TASKS, {**values, "from_task": start}).pages
+            start: plan_of(known, claims.CLAIM_TASKS, {**CLAIM, "from_task": start}).pages
             for start in (0, begins)
         }
         leased = [vars(task.lease) for task, _ in claim(known, 4, begins).tasks]

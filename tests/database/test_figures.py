@@ -157,6 +157,47 @@ def test_a_statement_leaves_one_change_per_tenant_and_kind(conn: Connection) -> 
     assert changes(conn) == before + 1
 
 
+CLAIM = """
+    UPDATE tasks
+    SET status = 'RUNNING', reason = 'claimed', due = false, started_at = current_instant(),
+        lease_token = coalesce(lease_token, gen_random_uuid()),
+        lease_expires_at = current_instant(), {also}
+    WHERE status IN ('PENDING', 'RUNNING')
+"""
+END = """
+    UPDATE tasks
+    SET status = 'SUCCEEDED', reason = 'succeeded', result = '{{}}', lease_token = NULL,
+        lease_expires_at = NULL, finished_at = current_instant(), {also}
+    WHERE status IN ('RUNNING', 'SUCCEEDED')
+"""
+# What neither a claim nor an end changes that is a success; but one statement may do both.
+ALSO = (
+    *("worker = 'w2'", "tenant = 'b'", "kind = 'agent'", "retry_count = 2", "reclaim_count = 1"),
+    *("route = 'cloud'", "cost = 2", "duration_seconds = 2", "duration_seconds = NULL"),
+    "tenant = tenant || mod(task_id, 2)",
+)
+
+
+@pytest.mark.parametrize("also", ALSO)
+@pytest.mark.parametrize("beside", [None, "RUNNING", "SUCCEEDED"])
+@pytest.mark.parametrize("change", ["claim", "early claim", "end"])
+def test_whatever_the_statement_of_a_claim_or_an_end_changes_besides_is_counted(
+    conn: Connection, change: str, beside: str | None, also: str
+) -> None:
+    """If it does nothing else, only the figures are asked for that it changes."""
+    if beside is not None:
+        rows.bring_to(conn, beside)
+    paid = {"route": "local", "cost": Decimal(1)}
+    rows.settle(conn, rows.claimed(conn).lease, "failure", **paid)
+    if change != "early claim":
+        sql(conn, "UPDATE tasks SET due = true WHERE status = 'PENDING'")
+    if change == "end":
+        sql(conn, CLAIM.format(also="priority = 1"))
+    counted.check(conn)
+    sql(conn, (END if change == "end" else CLAIM).format(also=also))
+    counted.check(conn)
+
+
 def test_an_emptied_table_has_no_figures(conn: Connection) -> None:
     rows.submit(conn)
     fold_figures(conn)

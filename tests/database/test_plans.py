@@ -111,6 +111,7 @@ def explain(conn: Connection, text: str, values: dict[str, Any]) -> None:
 OWN_SAMPLES = {
     "READ_EVENTS": {"before": A_SNAPSHOT, "now": A_SNAPSHOT},
     "LIST_STATES": {"before": "c"},
+    "CLAIM_TASKS": {"routes": "{none}"},
 }
 
 
@@ -290,7 +291,16 @@ REAP = {
     "sweep_limit": 10,
     "after": 0,
 }
-CLAIM = {"worker": "w1", "slots": 4, "lease_seconds": 30, "budgets": "{}", "depth_limit": 10}
+CLAIM = {
+    "worker": "w1",
+    "slots": 4,
+    "lease_seconds": 30,
+    "routes": "{none,local,auto}",
+    "wanted": None,
+    "budgets": None,
+    "depth_limit": 10,
+    "from_task": 0,
+}
 WANTED = json.dumps([vars(claims.Wanted(route, "all")) for route in ("none", "local", "auto")])
 RUNNING = 100
 SUBMIT = [
@@ -310,8 +320,8 @@ Ask = tuple[str, dict[str, Any], int, int]
 
 def of_workers(leased: list[Row]) -> dict[str, Ask]:
     first_tenant, late_tenant = {"after_tenant": ""}, {"after_tenant": "tenant-98"}
-    claim = {**CLAIM, "wanted": WANTED, "from_task": 0}
-    behind = {**claim, "from_task": A_RUN}
+    behind = {**CLAIM, "from_task": A_RUN}
+    limited = {**CLAIM, "wanted": WANTED, "budgets": '{"all": 9}'}
     renew = {"leases": json.dumps(leased), "lease_seconds": 30}
     settle = {
         "outcomes": json.dumps([{**SETTLED, **lease} for lease in leased]),
@@ -320,12 +330,13 @@ def of_workers(leased: list[Row]) -> dict[str, Ask]:
     }
     routes = {"routes": json.dumps([{**lease, "route": "local"} for lease in leased])}
     return {
-        "look": (claims.LOOK, {**claim, "count_in_flight": False}, 40, 0),
-        "look, with limits": (claims.LOOK, {**claim, "count_in_flight": True}, 60, RUNNING),
-        "claim 4, first tenant": (claims.CLAIM_TASKS, {**claim, **first_tenant}, 500, 4),
-        "claim 4, late tenant": (claims.CLAIM_TASKS, {**claim, **late_tenant}, 500, 4),
+        "look": (claims.LOOK, {**CLAIM, "count_in_flight": False}, 40, 0),
+        "look, with limits": (claims.LOOK, {**CLAIM, "count_in_flight": True}, 60, RUNNING),
+        "claim 4, first tenant": (claims.CLAIM_TASKS, {**CLAIM, **first_tenant}, 500, 4),
+        "claim 4, late tenant": (claims.CLAIM_TASKS, {**CLAIM, **late_tenant}, 500, 4),
+        "claim 4 within limits": (claims.CLAIM_TASKS, {**limited, **late_tenant}, 500, 4),
         "claim 4, nothing behind": (claims.CLAIM_TASKS, {**behind, **first_tenant}, 20_000, 4),
-        "claim a suspect": (claims.CLAIM_SUSPECT, claim, 100, 5),
+        "claim a suspect": (claims.CLAIM_SUSPECT, limited, 100, 5),
         "note 8 routes": (claims.SET_ROUTES, routes, 120, 8),
         "renew 8 leases": (leases.RENEW_LEASES, renew, 120, 8),
         "settle 8": (leases.SETTLE_TASKS, settle, 400, 8),

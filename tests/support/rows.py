@@ -81,8 +81,10 @@ class Everything:
         self.budgets: dict[str, int | None] = {}
         self.depth = 0  # as the choice of routes saw it
 
-    def wanted_at_any_depth(self) -> list[Wanted] | None:
-        return None if self.looks_first or self.has_limits else self._everything()
+    def routes_at_any_depth(self) -> list[str] | None:
+        if self.looks_first or self.has_limits:
+            return None
+        return [one.requested_route for one in self._everything()]
 
     def wanted(self, look: Look) -> tuple[list[Wanted], dict[str, int | None]]:
         self.depth = look.depth

@@ -85,9 +85,9 @@ def test_what_is_wanted_is_known_without_a_look_unless_depth_or_calls_in_flight_
         (routes("local"), None),
         (routes("local", "cloud", local_max_in_flight=2), None),
     ):
-        wanted = made.wanted_at_any_depth()
-        assert (wanted and {one.requested_route for one in wanted}) == requested
-        if wanted is not None:
+        asked = made.routes_at_any_depth()
+        assert (asked and set(asked)) == requested
+        if asked is not None:
             for depth in (1, 100):
                 others, _ = made.wanted(look(depth))
                 assert {one.requested_route for one in others} == requested
@@ -95,11 +95,11 @@ def test_what_is_wanted_is_known_without_a_look_unless_depth_or_calls_in_flight_
 
 def test_without_a_look_too_tasks_go_only_where_a_route_is_open() -> None:
     made = routes("cloud", fallback=True)
-    made.wanted_at_any_depth()
+    made.routes_at_any_depth()
     tasks = [task(1, SHORT), task(2, LONG), task(3, SHORT, "local"), task(4, SHORT, "none")]
     assert made.choose(tasks, 0) == ["cloud", "cloud", "cloud", None]
     made = routes("local", "cloud")
-    made.wanted_at_any_depth()
+    made.routes_at_any_depth()
     assert made.choose(tasks, 0) == ["local", "cloud", "local", None]
 
 
@@ -158,7 +158,7 @@ def test_a_task_whose_route_cannot_be_decided_is_left_without_one_and_the_others
     made = Routes(Routing(), decide)
     made.open("local")
     made.open("cloud")
-    made.wanted_at_any_depth()
+    made.routes_at_any_depth()
     tasks = [task(1, 1), task(2, 2), task(3, 3), task(4, 1)]
     assert made.choose(tasks, 0) == ["local", None, None, "local"]
     for number in (2, 3):
