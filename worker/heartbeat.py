@@ -3,25 +3,80 @@
 from __future__ import annotations
 
 import logging
+import random
 import threading
+import time
 from collections.abc import Callable, Sequence
+
+import psycopg2
 
 import db
 from config import Settings
 from errors import DatabaseUnavailable
 from logs import say
 from queries import leases
-from queries.leases import Lease
+from queries.leases import Beat, Lease
 from worker.held import Held
 from worker.sentences import log_lost
 
 logger = logging.getLogger(__name__)
 
+ENOUGH_REFUSED = 8  # leases, and none renewed: it is the database then, and not the rows
+MOST_NAMED = 20  # tasks in one line of the log
+
+
+class RenewalRefused(Exception):
+    """Postgres refuses to renew any lease."""
+
+
+def renew(conn: db.Connection, held: Sequence[Lease], lease_seconds: float) -> Beat:
+    """Renew all leases in one statement; where that is refused, in halves, down to the bad one.
+
+    That one is not lost: its token is ours until another takes it, its work goes on, and what
+    comes of that is for the settle to decide. It stops where a beat would come too late for the
+    others: what was not tried until then is so in the next beat, which takes other halves.
+    """
+    until = time.monotonic() + lease_seconds / 4
+    beat, parts = Beat(), [held]
+    refused: list[Lease] = []
+    renewed, why = 0, ""
+    while parts and time.monotonic() < until and (renewed or len(refused) < ENOUGH_REFUSED):
+        part = parts.pop()
+        try:
+            told = leases.renew_leases(conn, part, lease_seconds)
+        except psycopg2.Error as failed:
+            why = str(failed).strip().split("\n")[0]  # what follows may quote the row
+            if len(part) == 1:
+                refused += part
+            else:
+                parts += _halves(part)
+        else:
+            renewed += len(part) - len(told.lost)
+            beat.lost.update(told.lost)
+            beat.cancelled.update(told.cancelled)
+    left = [*refused, *(lease for part in parts for lease in part)]
+    if left and not renewed:
+        raise RenewalRefused(f"no lease can be renewed: {why}")
+    if left:
+        named = ", ".join(str(lease.task_id) for lease in left[:MOST_NAMED])
+        logger.error(
+            "Leases that are not renewed: %s of %s; they may run out, their work goes on "
+            "(tasks %s: %s)",
+            *(len(left), len(held), named, why),
+        )
+    return beat
+
+
+def _halves(part: Sequence[Lease]) -> list[Sequence[Lease]]:
+    """At random, so that what is refused does not come first because it was claimed together."""
+    mixed, middle = random.sample(part, len(part)), len(part) // 2
+    return [mixed[:middle], mixed[middle:]]
+
 
 class Heartbeat(threading.Thread):
     """Renews all leases of the process, every `heartbeat_seconds`, on its own connection.
 
-    1. renews the leases held now in one statement,
+    1. renews the leases held now, in one statement if Postgres takes it,
     2. stops the work of those that are lost or asked to be cancelled,
     3. reports that this worker lives.
 
@@ -75,7 +130,7 @@ class Heartbeat(threading.Thread):
             self._conn = self._connect()
         held = self._held.leases()
         if held:
-            beat = leases.renew_leases(self._conn, held, self._settings.worker.lease_seconds)
+            beat = renew(self._conn, held, self._settings.worker.lease_seconds)
             lost = self._held.drop_lost(one for one in held if one in beat.lost)
             self._stop_work([*lost, *beat.cancelled])
             log_lost(lost, self._worker_name)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
+import psycopg2.errors
 import pytest
 
+import db
 from errors import DatabaseUnavailable
 from queries import leases
 from queries.leases import Beat, ClaimedTask, Lease
 from tests.conftest import settings_for
 from tests.support.processes import eventually
-from worker.heartbeat import Heartbeat
+from worker.heartbeat import Heartbeat, RenewalRefused, renew
 from worker.held import Held
 
 SETTINGS = settings_for(
@@ -29,6 +32,9 @@ class Connection:
 
     def close(self) -> None:
         self.closed = 1
+
+
+CONNECTION = cast("db.Connection", Connection())
 
 
 class Work:
@@ -107,3 +113,51 @@ def test_many_leases_that_are_lost_together_are_stopped_at_once_and_told_in_one_
     assert all(
         f"task_id={one.task_id} worker=w" in line for one, line in zip(lost, told, strict=True)
     )
+
+
+def refused_unless(part_is_good: Callable[[Sequence[Lease]], bool]) -> Callable[..., Beat]:
+    def renew_leases(conn: Any, part: Sequence[Lease], lease_seconds: float) -> Beat:
+        if not part_is_good(part):
+            raise psycopg2.errors.CheckViolation("it is refused\nDETAIL: what nobody is to read")
+        return Beat()
+
+    return renew_leases
+
+
+def test_a_database_that_is_away_is_not_asked_for_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def away(conn: Any, part: Sequence[Lease], lease_seconds: float) -> Beat:
+        asked.append(len(part))
+        raise DatabaseUnavailable("it is away")
+
+    monkeypatch.setattr(leases, "renew_leases", away)
+    with pytest.raises(DatabaseUnavailable):
+        renew(CONNECTION, [Lease(n, "t") for n in range(9)], 30)
+    assert asked == [9]
+
+
+def test_where_each_statement_takes_long_a_beat_ends_in_time_and_the_next_ones_renew_the_rest(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = [Lease(n, "t") for n in range(64)]
+    bad, renewed, clock = set(held[:4]), set[Lease](), [0.0]
+
+    def good(part: Sequence[Lease]) -> bool:
+        clock[0] += 1
+        if bad.isdisjoint(part):
+            renewed.update(part)
+            return True
+        return False
+
+    monkeypatch.setattr(leases, "renew_leases", refused_unless(good))
+    monkeypatch.setattr("worker.heartbeat.time.monotonic", lambda: clock[0])
+    for _ in range(200):
+        began = clock[0]
+        with contextlib.suppress(RenewalRefused):  # it came to no good part until then
+            renew(CONNECTION, held, 40)
+        assert clock[0] - began <= 10
+        if renewed == set(held) - bad:
+            break
+    assert renewed == set(held) - bad
+    assert "nobody is to read" not in caplog.text
