@@ -279,13 +279,16 @@ class Worker:
             begins = (place.after_tenant, place.from_task())
             claim = claims.claim_tasks(conn, self.name, free, lease_seconds, self.routes, *begins)
             place.note(claim, time.monotonic() - began)
-        claimed = {task.task_id for task, _ in claim.tasks}
-        # Some were taken back from us and are ours again by another token.
+        if len(self.held):  # else none of them can be ours already
+            self._drop_taken_back({task.task_id for task, _ in claim.tasks})
+        self.held.add(task for task, _ in claim.tasks)
+        return claim
+
+    def _drop_taken_back(self, claimed: set[int]) -> None:
+        """Some were taken back from us and are ours again by another token."""
         lost = self.held.drop_lost(one for one in self.held.leases() if one.task_id in claimed)
         self.runner.stop(lost)
         log_lost(lost, self.name)
-        self.held.add(task for task, _ in claim.tasks)
-        return claim
 
     def _start(self, conn: db.Connection, task: ClaimedTask, route: str | None) -> None:
         self._last_start = time.monotonic()

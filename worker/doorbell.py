@@ -25,7 +25,8 @@ class Doorbell:
         poller.register(self._out.fileno(), select.POLLIN)
         if also is not None:
             poller.register(also, select.POLLIN)
-        poller.poll(seconds * 1000)
-        with contextlib.suppress(BlockingIOError):
-            while self._out.recv(4096):
-                pass
+        ready = dict(poller.poll(seconds * 1000))
+        if self._out.fileno() in ready:  # else nothing is to be taken
+            with contextlib.suppress(BlockingIOError):
+                while self._out.recv(4096):
+                    pass
