@@ -81,16 +81,24 @@ UNAVAILABLE = (
 TOO_LARGE_CLASS = "54"
 
 
-@contextmanager
-def unavailable_in_plain_words() -> Iterator[None]:
-    """Turn the driver's ways to say "not now" into DatabaseUnavailable."""
-    try:
-        yield
-    except UNAVAILABLE as failed:
-        if (failed.pgcode or "").startswith(TOO_LARGE_CLASS):
-            raise
-        reason = str(failed).strip().split("\n")[0] or type(failed).__name__
-        raise DatabaseUnavailable(f"the database cannot be used now: {reason}") from failed
+class _UnavailableInPlainWords:
+    """Turns the driver's ways to say "not now" into DatabaseUnavailable.
+
+    No generator of contextlib: it is around every statement, and work waits for some of them.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, failed: BaseException | None, traceback: object) -> None:
+        if not isinstance(failed, UNAVAILABLE):
+            return
+        if not (failed.pgcode or "").startswith(TOO_LARGE_CLASS):
+            reason = str(failed).strip().split("\n")[0] or type(failed).__name__
+            raise DatabaseUnavailable(f"the database cannot be used now: {reason}") from failed
+
+
+unavailable_in_plain_words = _UnavailableInPlainWords()
 
 
 def connect(url: str, settings: DatabaseSettings, application: str) -> Connection:
@@ -105,7 +113,7 @@ def connect(url: str, settings: DatabaseSettings, application: str) -> Connectio
         reply_timeout_seconds = settings.connect_timeout_seconds
         lock_timeout_seconds = settings.lock_timeout_seconds
 
-    with unavailable_in_plain_words():
+    with unavailable_in_plain_words:
         conn: Connection = psycopg2.connect(
             url,
             connection_factory=Configured,
@@ -153,7 +161,7 @@ def _message_timeouts(lock_timeout_seconds: float, reply_timeout_seconds: float)
 
 def fetch(conn: Connection, statement: str, values: Mapping[str, Any] | None = None) -> list[Row]:
     """Run `statement` as one transaction, in one round trip, and return its rows."""
-    with unavailable_in_plain_words(), _cursor(conn) as cursor:
+    with unavailable_in_plain_words, _cursor(conn) as cursor:
         # Several statements in one message are one implicit transaction.
         limits = _message_timeouts(conn.lock_timeout_seconds, conn.reply_timeout_seconds)
         cursor.execute(limits + statement, values or {})
@@ -166,7 +174,7 @@ def transaction(conn: Connection, mode: str = "") -> Iterator[Cursor]:
 
     It begins with the block's first statement, in the same message: one wait less.
     """
-    with unavailable_in_plain_words(), _cursor(conn) as cursor:
+    with unavailable_in_plain_words, _cursor(conn) as cursor:
         limits = local_timeouts(conn.lock_timeout_seconds, conn.reply_timeout_seconds)
         conn.before = f"BEGIN {mode};" + limits
         try:
@@ -188,7 +196,7 @@ def _cursor(conn: Connection) -> Cursor:
 def listen(url: str, settings: DatabaseSettings, application: str, *channels: str) -> Connection:
     """A direct connection that hears `channels`; the caller reads what was said before."""
     conn = connect(url, settings, application)
-    with unavailable_in_plain_words(), _cursor(conn) as cursor:
+    with unavailable_in_plain_words, _cursor(conn) as cursor:
         cursor.execute(";".join(f"LISTEN {channel}" for channel in channels))
     return conn
 
@@ -203,7 +211,7 @@ class Heard(NamedTuple):
 
 def heard(conn: Connection) -> list[Heard]:
     """What has arrived on a listening connection, without waiting."""
-    with unavailable_in_plain_words():
+    with unavailable_in_plain_words:
         conn.poll()
     arrived = [Heard(one.channel, one.payload, one.pid) for one in conn.notifies]
     conn.notifies.clear()

@@ -48,9 +48,14 @@ def field(key: str, value: object) -> str:
 
 
 def say_all(logger: logging.Logger, level: int, lines: Sequence[str]) -> None:
-    """Log many lines in one record; each looks as if it were alone."""
-    if lines:
-        logger.log(level, "%s", "\n".join(lines), extra={"is_many_lines": True})
+    """Log many lines in one record; each looks as if it were alone.
+
+    Work waits for some of these, so the record is made here: who logs it, nobody asks.
+    """
+    if lines and logger.isEnabledFor(level):
+        record = logging.LogRecord(logger.name, level, "", 0, "\n".join(lines), None, None)
+        record.is_many_lines = True
+        logger.handle(record)
 
 
 class WholeLines(logging.StreamHandler[TextIO]):
@@ -59,7 +64,9 @@ class WholeLines(logging.StreamHandler[TextIO]):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            for part in _parts(self.format(record) + self.terminator):
+            text = self.format(record) + self.terminator
+            is_short = text.isascii() and len(text) <= LARGEST_WRITE
+            for part in (text,) if is_short else _parts(text):
                 self.stream.write(part)
                 self.flush()
         except RecursionError:  # as its parent does: to tell of it would end in another
@@ -92,10 +99,11 @@ class LineByLine(logging.Formatter):
         return "\n".join(f"    | {one}" for one in lines)
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
         if not getattr(record, "is_many_lines", False):
-            return text
-        return text.replace("\n", "\n" + text.removesuffix(record.getMessage()))
+            return super().format(record)
+        record.asctime, record.message = self.formatTime(record), ""
+        front = self.formatMessage(record)
+        return front + record.getMessage().replace("\n", "\n" + front)
 
 
 def _printable(text: str) -> str:

@@ -226,15 +226,18 @@ class Claimer:
 
     def _begin(self, conn: db.Connection, claim: Claim) -> None:
         """Hold what was claimed, and start each task on its route."""
-        claimed = {task.task_id for task, _ in claim.tasks}
-        # Some were taken back from us and are ours again by another token.
-        lost = self._held.drop_lost(one for one in self._held.leases() if one.task_id in claimed)
-        self._runner.stop(lost)
-        log_lost(lost, self._name)
+        if len(self._held):  # else none of them can be ours already
+            self._drop_taken_back({task.task_id for task, _ in claim.tasks})
         self._held.add(task for task, _ in claim.tasks)
         log_claimed(claim.tasks, self._name)  # first: it names a task that kills its process
         for task, route in claim.tasks:
             self._start(conn, task, route)
+
+    def _drop_taken_back(self, claimed: set[int]) -> None:
+        """Some were taken back from us and are ours again by another token."""
+        lost = self._held.drop_lost(one for one in self._held.leases() if one.task_id in claimed)
+        self._runner.stop(lost)
+        log_lost(lost, self._name)
 
     def _start(self, conn: db.Connection, task: ClaimedTask, route: str | None) -> None:
         self.last_start = time.monotonic()

@@ -246,6 +246,29 @@ def test_a_claim_tells_each_column_of_each_task_as_it_is(conn: Connection) -> No
     assert (task.lease.token, task.root_id) == (str(stored["lease_token"]), task_id)
 
 
+def test_no_two_claims_have_a_token_in_common_whatever_the_random_numbers(conn: Connection) -> None:
+    """Somebody else in the same session may set the seed, again and again."""
+    task_id = submit(conn)
+    tokens = set()
+    for _ in range(3):
+        rows.sql(conn, "SELECT setseed(0.5)")
+        (task,) = claim(conn).tasks
+        tokens.add(task.lease.token)
+        rows.settle(conn, task.lease, "released")
+        rows.make_due(conn, task_id)
+    assert len(tokens) == 3
+
+
+def test_tokens_of_one_claim_differ_and_those_of_two_have_other_random_bits(
+    conn: Connection,
+) -> None:
+    for _ in range(4):
+        submit(conn)
+    tokens = [[task.lease.token for task in claim(conn, 2).tasks] for _ in range(2)]
+    assert len({*tokens[0], *tokens[1]}) == 4
+    assert tokens[0][0][:13] == tokens[0][1][:13] != tokens[1][0][:13]
+
+
 def test_what_a_budget_has_kept_back_is_left(conn: Connection) -> None:
     for _ in range(3):
         submit(conn)
