@@ -35,6 +35,7 @@ SHARING = (
     "tests/process/test_openai.py",
     "tests/process/test_outcomes.py",
     "tests/process/test_postgres_trouble.py",
+    "tests/process/test_run_events.py",
     "tests/process/test_run_events_trouble.py",
     "tests/process/test_steps.py",
     "tests/process/test_stop.py",
