@@ -9,6 +9,7 @@ SKIPS_ARE_FAILURES=1, as test.sh and CI set it, a skip is a failure.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import os
 import uuid
@@ -50,6 +51,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """In a worker of several: in which order groups begin."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: groups.place_of(item.nodeid))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: no collection of garbage need look at it again."""
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -124,6 +130,10 @@ def embedded_server(data_dir: Path) -> Iterator[str]:
     )
     server.start()
     try:
+        with administrator(server.url("postgres")) as cursor:
+            # A password is hashed 4,096 times for each connection, which are several per test.
+            cursor.execute("SET scram_iterations = 1")
+            cursor.execute(f"ALTER ROLE postgres PASSWORD '{server.password}'")
         yield server.url("postgres")
     finally:
         server.stop("immediate")

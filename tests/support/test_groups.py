@@ -10,7 +10,7 @@ from collections import defaultdict
 
 import pytest
 
-from tests.support.groups import SHARING, group_of
+from tests.support.groups import SHARING, group_of, place_of
 from tests.support.processes import ROOT
 
 TWO_FILES = ("tests/unit/test_held.py", "tests/unit/test_retry_after.py")
@@ -44,6 +44,13 @@ def test_a_test_is_in_the_group_of_its_file_or_its_folder_or_goes_by_itself() ->
         "tests/process/test_worker.py::test_it[1]"
     )
     assert group_of("tests/process/test_steps.py::test_it[1]") == "tests/process/test_steps.py"
+
+
+def test_groups_begin_before_what_goes_by_itself_and_the_longest_of_each_first() -> None:
+    names = ["local/test_commands.py", "browser/test_key.py", "unit/test_text.py"]
+    names += ["database/test_state_machine.py", "process/test_chaos.py", "process/test_crash.py"]
+    places = [place_of(f"tests/{name}::test_it") for name in names]
+    assert places == sorted(set(places))
 
 
 def test_processes_and_servers_of_a_file_are_started_once() -> None:
