@@ -20,7 +20,7 @@ for argument in "$@"; do
     esac
 done
 if [ -z "$chosen" ]; then
-    set -- --numprocesses=auto --dist=loadgroup --no-loadscope-reorder "$@"
+    set -- --numprocesses=auto --dist=loadfile --no-loadscope-reorder "$@"
 fi
 
 SECONDS=0

@@ -9,6 +9,7 @@ SKIPS_ARE_FAILURES=1, as test.sh and CI set it, a skip is a failure.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import os
 import uuid
@@ -36,16 +37,25 @@ def pytest_xdist_auto_num_workers() -> int:
     return groups.workers()
 
 
-@pytest.hookimpl(tryfirst=True)  # before the names of groups become part of the tests' names
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With --dist=loadfile: whole groups of tests, most of which are files."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from tests.support.scheduling import Groups
+
+    return Groups(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In a worker of several: which tests stay together, and in which order they begin."""
-    if not hasattr(config, "workerinput"):
-        return
-    chosen = {item: groups.group_of(item.nodeid, item.fixturenames) for item in items}
-    items.sort(key=lambda item: groups.place_of(chosen[item]))
-    for item, group in chosen.items():
-        if group is not None:
-            item.add_marker(pytest.mark.xdist_group(group))
+    """In a worker of several: in which order groups begin."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: groups.place_of(item.nodeid))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: no collection of garbage need look at it again."""
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -120,6 +130,10 @@ def embedded_server(data_dir: Path) -> Iterator[str]:
     )
     server.start()
     try:
+        with administrator(server.url("postgres")) as cursor:
+            # A password is hashed 4,096 times for each connection, which are several per test.
+            cursor.execute("SET scram_iterations = 1")
+            cursor.execute(f"ALTER ROLE postgres PASSWORD '{server.password}'")
         yield server.url("postgres")
     finally:
         server.stop("immediate")

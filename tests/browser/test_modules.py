@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.browser.conftest import Visit
+from tests.browser.conftest import Stack, Visit, visiting
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+
+@pytest.fixture(scope="module")
+def tab(browser: Browser, stack: Stack) -> Iterator[Visit]:
+    """One for all tests: what they ask keeps nothing in mind."""
+    for visit in visiting(browser, stack.api.url, {}):
+        visit.open()
+        yield visit
 
 
 @pytest.fixture
-def ask(visit: Visit) -> Any:
+def ask(tab: Visit) -> Iterator[Any]:
     """Runs a script with the exports of a module: ask("model", "(m, given) => …", given)."""
-    visit.open()
 
     def run(module: str, script: str, given: Any = None) -> Any:
-        return visit.page.evaluate(
+        return tab.page.evaluate(
             f"async (given) => ({script})(await import('/web/{module}.js'), given)", given
         )
 
-    return run
+    yield run
+    assert tab.unexpected() == []
 
 
 def step(name: str, *needs: str, **fields: Any) -> dict[str, Any]:

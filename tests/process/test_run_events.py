@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 
 import db
 from queries.events import Position, here
 from queries.operations import requeue_task
+from tests.conftest import fresh_database, settings_for
 from tests.support import rows, runs
 from tests.support.fake_ollama import FakeOllama, answer
 from tests.support.processes import Api, Processes, eventually
@@ -15,6 +19,28 @@ from tests.support.streams import EventSource, Socket, Watcher
 
 A, B, C = "tool_call.a", "tool_call.b", "approval.c"
 Kind = type[Watcher]
+NO_MODEL = "http://127.0.0.1:9"
+
+
+@pytest.fixture(scope="module")
+def shared_database(server_url: str) -> Iterator[str]:
+    with fresh_database(server_url) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def api(shared_database: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    """One for all tests that have no worker: each of them has a run of its own."""
+    with Processes(shared_database, NO_MODEL, tmp_path_factory.mktemp("api")) as started:
+        yield started.api()
+
+
+@pytest.fixture
+def conn(shared_database: str) -> Iterator[db.Connection]:
+    """A connection to the database behind the API."""
+    settings = settings_for(shared_database)
+    with contextlib.closing(db.connect(shared_database, settings.database, "test")) as conn:
+        yield conn
 
 
 @pytest.fixture(params=[EventSource, Socket], ids=["sse", "websocket"])
@@ -259,8 +285,9 @@ def test_the_stream_of_a_step_has_only_its_own_transitions_and_ends_with_it(
 
 
 def test_pieces_of_answers_of_every_step_come_on_the_runs_stream_with_the_steps_name(
-    api: Api, processes: Processes, fake: FakeOllama, kind: Kind
+    processes: Processes, fake: FakeOllama, kind: Kind
 ) -> None:
+    api = processes.api()
     names = ["llm_call.one", "llm_call.two"]
     for name in names:
         fake.on(name, answer("once upon a time there was", chunks=6, delay=0.5))
