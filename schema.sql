@@ -1,4 +1,4 @@
--- Agent Orchestrator, schema version 8.
+-- Agent Orchestrator, schema version 9.
 --
 -- The life of a task, told once. Whatever can be claimed, retried, leased, cancelled or awaited
 -- is one row of `tasks`. A row is born PENDING; once it is due, a worker claims it: RUNNING, with
@@ -23,7 +23,7 @@ CREATE TABLE schema_version (
     installed_at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 COMMENT ON TABLE schema_version IS 'One row for each version this database has gone through.';
-INSERT INTO schema_version (version) VALUES (8);
+INSERT INTO schema_version (version) VALUES (9);
 
 
 -- The only clock. Tests set orchestrator.fake_now in their session to stand at a chosen instant.
