@@ -421,8 +421,8 @@ def test_a_database_that_is_away_behind_a_claim_ends_the_round(
 ) -> None:
     """The connection may be gone."""
     routes_meet(AWAY, monkeypatch)
-    numbers = started(claimer, monkeypatch)
-    monkeypatch.setattr(claimer, "_claim", lambda conn, slots: brought(1, is_any_left=True))
+    numbers, coming = started(claimer, monkeypatch), [brought(1, is_any_left=True)]
+    monkeypatch.setattr(claimer, "_claim", lambda conn, slots: coming.pop())
     with pytest.raises(DatabaseUnavailable):
         claim_and_start(claimer)
     assert numbers == [1]
