@@ -20,7 +20,7 @@ import psycopg2.errors
 import psycopg2.extensions
 
 from config import DatabaseSettings
-from errors import DatabaseUnavailable
+from errors import DatabaseUnavailable, words_of
 
 Row = dict[str, Any]
 
@@ -94,7 +94,7 @@ class _UnavailableInPlainWords:
         if not isinstance(failed, UNAVAILABLE):
             return
         if not (failed.pgcode or "").startswith(TOO_LARGE_CLASS):
-            reason = str(failed).strip().split("\n")[0] or type(failed).__name__
+            reason = words_of(failed)
             raise DatabaseUnavailable(f"the database cannot be used now: {reason}") from failed
 
 

@@ -16,7 +16,7 @@ OrchestratorError
     └── StateConflict      the task is not in a state that allows it
         └── NameInUse      another task of that name has not ended
 
-A class's docstring is its default message.
+A class's docstring is its default message. Below the tree is what may be told of others' errors.
 """
 
 from __future__ import annotations
@@ -104,3 +104,29 @@ class NameInUse(StateConflict):
             f"another task named {name} has not ended yet; wait for its end, or cancel it"
         )
         self.name = name
+
+
+# The one of agent jobs may not be there, so both are known by their names.
+DRIVERS = {"psycopg2", "psycopg"}
+
+
+def is_of_database(error: BaseException) -> bool:
+    """Whether it is an error of a Postgres driver."""
+    return any(str(kind.__module__).partition(".")[0] in DRIVERS for kind in type(error).__mro__)
+
+
+def words_of(error: BaseException) -> str:
+    """What an error says, for a log or a task's row; of a database's error its first line only.
+
+    What Postgres says after that may quote a row, and with it a prompt or an answer. An error of
+    somebody else's making may fail at saying anything.
+    """
+    try:
+        return first_line(error) if is_of_database(error) else str(error)
+    except BaseException as worse:
+        return f"without a text: {type(worse).__name__}"
+
+
+def first_line(error: BaseException) -> str:
+    """Never empty."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__

@@ -57,6 +57,7 @@ from api.submission import SubmitWriter
 from api.tenants import AnyTenant, CountedTenant, Key, Tenant
 from config import ConfigError, Settings, load_config
 from errors import FieldRefused, NameInUse
+from logs import quote_no_rows
 from states import Status
 
 # A waiting GET reads its task again after so long, whether or not it was told of a change.
@@ -76,6 +77,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, ApiServices]]:
+        quote_no_rows()
         services = open_services(settings)
         try:
             with cared_for(services.feeds.stop):

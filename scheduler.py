@@ -42,7 +42,7 @@ import psycopg2
 
 import db
 from config import ConfigError, Routing, Settings, current_config, load_config
-from errors import DatabaseUnavailable, SchemaOutdated
+from errors import DatabaseUnavailable, SchemaOutdated, words_of
 from execution.routes import Routes
 from execution.runner import Runner
 from logs import say, set_up_logs
@@ -203,7 +203,7 @@ class Worker:
         try:
             ensure_audit_partitions(conn)
         except (DatabaseUnavailable, psycopg2.Error) as failed:
-            logger.warning("The audit log's next partitions are not made yet: %s", failed)
+            logger.warning("The audit log's next partitions are not made yet: %s", words_of(failed))
 
     def _reap_all(self, conn: db.Connection) -> Iterator[list[Settled]]:
         """Page by page; a row that Postgres refuses to change is left out, and said loudly."""

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from config import Settings
+from errors import words_of
 from execution.backends import backend_of
 from execution.callback import run_callback
 from execution.errors import CallEnded, Failure, Outage, Permanent
@@ -223,7 +224,7 @@ class Runner:
             outcome = self._outcome_of("failure", ended, route)
         except Exception as failed:  # a handler's fault is a failure of its task, not of the worker
             logger.exception("The handler of task %s failed", task.task_id)
-            text = error_text(f"{type(failed).__name__}: {failed}", max_bytes)
+            text = error_text(f"{type(failed).__name__}: {words_of(failed)}", max_bytes)
             outcome = Outcome("failure", error=text, route=route)
         if route is not None:
             self._routes.worked(route)

@@ -20,11 +20,3 @@ def error_text(error: object, max_bytes: int) -> str:
 def shortened(text: str, longest: int = 80) -> str:
     """`text` as it stands in a message: cut, and seen to be, if it is longer than that."""
     return text if len(text) <= longest else f"{text[:longest]}…"
-
-
-def words_of_error(error: BaseException) -> str:
-    """The text of an error of somebody else's making, which may fail at that, too."""
-    try:
-        return str(error)
-    except BaseException as worse:
-        return f"without a text: {type(worse).__name__}"

@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any
 
 from config import Settings
+from errors import words_of
 from execution.errors import Failure, Permanent
-from execution.text import error_text, shortened, words_of_error
+from execution.text import error_text, shortened
 from execution.tools.context import PermanentError, ToolContext
 from execution.tools.functions import MOST_BYTES_AT_ONCE, FunctionTool
 from execution.tools.registry import Registry, Tool
@@ -129,9 +130,7 @@ class ToolCalls:
         max_bytes = self._settings.limits.max_error_bytes
         if isinstance(error, Failure | Permanent):
             return error
-        text = words_of_error(
-            error
-        )  # before logging, which keeps other threads out of the log meanwhile
+        text = words_of(error)  # before logging, which keeps other threads out of the log meanwhile
         if isinstance(error, PermanentError):
             return Permanent(error_text(text, max_bytes))
         logger.warning("The tool of task %s failed", task.task_id, exc_info=error)

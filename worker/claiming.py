@@ -17,10 +17,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import psycopg2
+
 import db
 from config import Settings
 from connection import impatient
-from errors import DatabaseUnavailable
+from errors import DatabaseUnavailable, words_of
 from queries import claims
 from queries.claims import Claim, ClaimPolicy
 from queries.leases import ClaimedTask, Lease, Outcome, Settled
@@ -112,7 +114,7 @@ class Claimer:
         while (free := self._free_slots()) > 0 and not self._is_stopped:
             claim = self._claim(conn, min(free, LARGEST_CLAIM))
             self._begin(conn, claim)
-            claims.note_routes(conn, claim)
+            self._note_routes(conn, claim)
             pause_seconds = min(pause_seconds, self._pause_after(claim))
             if claim.has_suspect and not self._alone:
                 self._on_suspect()
@@ -200,8 +202,8 @@ class Claimer:
         settled, claim = done
         self._place.note(claim, time.monotonic() - began)
         self._begin(conn, claim)
-        with contextlib.suppress(DatabaseUnavailable):  # most settles say it again
-            claims.note_routes(conn, claim)
+        with contextlib.suppress(DatabaseUnavailable):  # what is settled has to be told
+            self._note_routes(conn, claim)
         self._wants_slots = self.is_draining or claim.is_any_left
         if claim.has_suspect:
             self._on_left()
@@ -232,6 +234,15 @@ class Claimer:
         log_claimed(claim.tasks, self._name)  # first: it names a task that kills its process
         for task, route in claim.tasks:
             self._start(conn, task, route)
+
+    def _note_routes(self, conn: db.Connection, claim: Claim) -> None:
+        """Say where they went. It is no fault of theirs, nor of the round's, if a row refuses that:
+        all have begun, nobody decides by it, and most settles say it again."""
+        try:
+            claims.note_routes(conn, claim)
+        except psycopg2.Error as refused:
+            routed = sum(route is not None for _, route in claim.tasks)
+            logger.warning("The routes of %s tasks are not noted: %s", routed, words_of(refused))
 
     def _drop_taken_back(self, claimed: set[int]) -> None:
         """Some were taken back from us and are ours again by another token."""

@@ -8,7 +8,7 @@ import time
 import psycopg2
 
 from connection import Connection
-from errors import DatabaseUnavailable
+from errors import DatabaseUnavailable, words_of
 from queries.figures import fold_figures
 
 logger = logging.getLogger("scheduler")
@@ -32,5 +32,5 @@ class Folding:
             if fold_figures(conn):
                 pause = GO_ON_SECONDS
         except (DatabaseUnavailable, psycopg2.Error) as failed:
-            logger.warning("The figures are not folded yet: %s", failed)
+            logger.warning("The figures are not folded yet: %s", words_of(failed))
         self._next = time.monotonic() + pause

@@ -12,7 +12,7 @@ import psycopg2
 
 import db
 from config import Settings
-from errors import DatabaseUnavailable
+from errors import DatabaseUnavailable, words_of
 from logs import say
 from queries import leases
 from queries.leases import Beat, Lease
@@ -45,7 +45,7 @@ def renew(conn: db.Connection, held: Sequence[Lease], lease_seconds: float) -> B
         try:
             told = leases.renew_leases(conn, part, lease_seconds)
         except psycopg2.Error as failed:
-            why = str(failed).strip().split("\n")[0]  # what follows may quote the row
+            why = words_of(failed)
             if len(part) == 1:
                 refused += part
             else:

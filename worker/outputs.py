@@ -8,7 +8,7 @@ from dataclasses import replace
 import psycopg2.errors
 
 import db
-from errors import DatabaseUnavailable, TooLarge
+from errors import DatabaseUnavailable, TooLarge, words_of
 from queries.leases import ClaimedTask, Outcome
 from queries.steps import read_outputs
 from runs.templates import TemplateError, references, templated
@@ -34,4 +34,4 @@ def with_outputs(conn: db.Connection, task: ClaimedTask) -> ClaimedTask | Outcom
         return Outcome("released", delay_seconds=GIVEN_BACK_SECONDS)
     except Exception as failed:  # the task is ours: something has to come of it
         logger.exception("What task %s refers to cannot be read", task.task_id)
-        return Outcome("failure", error=f"what it refers to cannot be read: {failed}")
+        return Outcome("failure", error=f"what it refers to cannot be read: {words_of(failed)}")

@@ -15,7 +15,7 @@ import psycopg2.errors
 import db
 from config import Retry
 from connection import impatient
-from errors import DatabaseUnavailable
+from errors import DatabaseUnavailable, first_line
 from queries import leases
 from queries.leases import Lease, Outcome, Settled
 
@@ -131,7 +131,7 @@ def _settle_refused(
         return written
     written = _settle_one(conn, pair, failure, *limits)
     if written.settled:
-        why = _first_line(refused)
+        why = first_line(refused)
         logger.error("The outcome of task %s cannot be stored: %s", lease.task_id, why)
     return written
 
@@ -145,7 +145,7 @@ def _settle_one(
     except DatabaseUnavailable:
         raise
     except Exception as refused:
-        return Written(refused=[(pair, _first_line(refused))])
+        return Written(refused=[(pair, first_line(refused))])
     return Written(held=[pair]) if settled is None else Written(settled)
 
 
@@ -159,8 +159,3 @@ def _taken_back(conn: db.Connection) -> Iterator[None]:
     with suppress(_TakenBack), db.transaction(conn):
         yield
         raise _TakenBack
-
-
-def _first_line(refused: Exception) -> str:
-    """What Postgres says after it may quote the outcome, and that is no matter for the log."""
-    return str(refused).strip().split("\n")[0]

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import db
 from config import Settings
+from errors import words_of
 from queries.tokens import send_tokens
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class TokenSender(threading.Thread):
             try:
                 self._send(unsent)
             except Exception as failed:  # nobody depends on it
-                logger.debug("Pieces of answers were dropped: %s", failed)
+                logger.debug("Pieces of answers were dropped: %s", words_of(failed))
                 self._conn = None
             with self._lock:
                 if not self._unsent:

@@ -17,7 +17,7 @@ from psycopg_pool import ConnectionPool
 
 from config import DatabaseSettings, Settings
 from connection import TOO_LARGE_CLASS, local_timeouts
-from errors import DatabaseUnavailable, LeaseLost
+from errors import DatabaseUnavailable, LeaseLost, words_of
 from queries.jobs import LEASE_IS_GONE
 
 Result = TypeVar("Result")
@@ -117,7 +117,7 @@ def in_plain_words() -> Iterator[None]:
             raise LeaseLost from None
         if not isinstance(failed, UNAVAILABLE) or sqlstate.startswith(TOO_LARGE_CLASS):
             raise
-        reason = str(failed).strip().split("\n")[0] or type(failed).__name__
+        reason = words_of(failed)
         raise DatabaseUnavailable(f"the database cannot be used now: {reason}") from failed
 
 

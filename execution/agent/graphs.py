@@ -19,8 +19,9 @@ from langgraph.graph import START, StateGraph
 from langgraph.graph.state import CompiledStateGraph
 from pydantic import BaseModel
 
+from errors import words_of
 from execution.errors import Failure, Permanent
-from execution.text import shortened, words_of_error
+from execution.text import shortened
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ def _loaded(name: str, entry: str) -> Graph:
         builder = getattr(importlib.import_module(module_name), function_name)()
     except (Exception, SystemExit) as failed:  # anything can happen while a module is imported
         logger.warning("%s cannot be loaded", key, exc_info=failed)
-        said = f"{type(failed).__name__}: {words_of_error(failed)}"
+        said = f"{type(failed).__name__}: {words_of(failed)}"
         raise Failure(f"{key} cannot be loaded: {said}") from failed
     if not isinstance(builder, StateGraph):
         is_compiled = isinstance(builder, CompiledStateGraph)
@@ -98,7 +99,7 @@ def _loaded(name: str, entry: str) -> Graph:
         compiled = builder.compile(name=name)
         return Graph(name, compiled, version_of(builder), _defaults(builder))
     except Exception as refused:
-        said = f"{type(refused).__name__}: {words_of_error(refused)}"
+        said = f"{type(refused).__name__}: {words_of(refused)}"
         raise Permanent(f"{key} is no graph that can run: {said}") from refused
 
 

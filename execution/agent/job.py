@@ -24,7 +24,7 @@ from langgraph.types import Command, Interrupt, StateSnapshot
 
 from config import TEAM, Settings
 from connection import Row
-from errors import DatabaseUnavailable, LeaseLost, SchemaOutdated
+from errors import DatabaseUnavailable, LeaseLost, SchemaOutdated, words_of
 from execution.agent.context import BudgetSpent, JobStopped
 from execution.agent.graphs import CompiledGraph, Graph, Graphs
 from execution.agent.model import Calls, Frames, JobModel
@@ -32,7 +32,6 @@ from execution.agent.saver import FencedSaver, open_pool
 from execution.agent.shown import shown
 from execution.agent.signals import Signals
 from execution.errors import CallEnded, Failure, Outage, Permanent
-from execution.text import words_of_error
 from pool import Pool
 from queries.jobs import newest_state
 from queries.leases import ClaimedTask, Outcome
@@ -108,7 +107,7 @@ class Job:
             raise
         except BaseException as failed:  # of a node, or of LangGraph about one
             logger.warning("The graph of task %s failed", self.task.task_id, exc_info=failed)
-            said = f"{type(failed).__name__}: {words_of_error(failed)}"
+            said = f"{type(failed).__name__}: {words_of(failed)}"
             raise Failure(said.removesuffix(": ")) from failed
         return replace(
             outcome, route=self.route, model=self.calls.model, truncated=self.calls.truncated
@@ -282,14 +281,14 @@ class Job:
         """The job's own limit; raises Failure if it was that of a graph that a node runs: then it
         is the node that has failed."""
         if failed := [task.name for task in snapshot.tasks if task.error]:
-            names, said = ", ".join(failed), words_of_error(reached)
+            names, said = ", ".join(failed), words_of(reached)
             raise Failure(f"a graph inside of {names} took too many steps: {said}") from reached
         limit = self.shared.settings.agents.recursion_limit
         error = f"it took more steps than agents.recursion_limit ({limit}) in one attempt"
         return Outcome("recursion_limit", error=error)
 
     def _postponed(self, away: Exception) -> Outcome:
-        logger.warning("Task %s cannot go on: %s", self.task.task_id, words_of_error(away))
+        logger.warning("Task %s cannot go on: %s", self.task.task_id, words_of(away))
         return Outcome("released", delay_seconds=DATABASE_AWAY_SECONDS)
 
     def _stopped(self) -> Outcome:

@@ -142,3 +142,23 @@ def test_a_second_signal_hands_a_suspect_back_at_once_too(
     assert worker.wait(60) == 0
     row: dict[str, Any] = queue.row(suspect)
     assert (row["status"], row["reason"], row["delivery_count"]) == ("PENDING", "released", 2)
+
+
+def test_a_row_that_postgres_refuses_is_quoted_by_neither_process(
+    processes: Processes, queue: Queue
+) -> None:
+    """Not in what is behind a request, nor in what is behind a round."""
+    secret = "a prompt that no log is to have"
+    queue.ask("ALTER TABLE tasks ADD CONSTRAINT unclaimed CHECK (status <> 'RUNNING') NOT VALID")
+    queue.submit(secret)
+    worker = processes.worker()
+    eventually(lambda: 'violates check constraint "unclaimed"' in worker.log)
+    queue.ask("ALTER TABLE tasks ADD CONSTRAINT unwanted CHECK (false) NOT VALID")
+    api = processes.api()
+    assert api.http.post("/tasks", json={"prompt": secret}).status_code == 500
+    # It is logged by our handler of faults and by uvicorn.
+    eventually(lambda: api.log.count('violates check constraint "unwanted"') == 2)
+    for log in (worker.log, api.log):
+        assert "Traceback" in log
+        assert secret not in log
+        assert "Failing row" not in log

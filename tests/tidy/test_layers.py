@@ -15,7 +15,7 @@ ALLOWED: dict[str, set[str]] = {
     "states": set(),
     "views": {"config", "errors", "states"},
     "addresses": set(),
-    "logs": set(),
+    "logs": {"errors"},
     "sections": set(),
     "config": {"sections"},
     "connection": {"config", "errors"},
@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
         "views",
         "api",
     },
-    "main": {"config", "db", "errors", "states", "api"},
+    "main": {"config", "db", "errors", "logs", "states", "api"},
     "worker": {
         "config",
         "connection",

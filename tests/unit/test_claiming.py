@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import psycopg2.errors
 import pytest
 
 from errors import DatabaseUnavailable
@@ -368,14 +369,61 @@ def test_what_such_a_claim_leaves_is_the_main_thread_s(
     assert rings
 
 
-def test_a_route_that_cannot_be_noted_takes_nothing_back(
-    claimer: Claimer, monkeypatch: pytest.MonkeyPatch, answers: list[Any], step: ClaimedTask
-) -> None:
-    def away(*_: Any) -> None:
-        raise DatabaseUnavailable("it is away")
+AWAY = DatabaseUnavailable("it is away")
+REFUSED = psycopg2.errors.CheckViolation("it is refused\nDETAIL:  Failing row contains (a prompt).")
 
+
+def routes_meet(failed: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever notes the routes of a claim meets this."""
+
+    def fail(*_: Any) -> None:
+        raise failed
+
+    monkeypatch.setattr("worker.claiming.claims.note_routes", fail)
+
+
+@pytest.mark.parametrize("failed", [AWAY, REFUSED])
+def test_a_route_that_cannot_be_noted_takes_nothing_back(
+    claimer: Claimer,
+    monkeypatch: pytest.MonkeyPatch,
+    answers: list[Any],
+    step: ClaimedTask,
+    failed: Exception,
+) -> None:
     numbers = started(claimer, monkeypatch)
-    monkeypatch.setattr("worker.claiming.claims.note_routes", away)
+    routes_meet(failed, monkeypatch)
+    claimer._wants_slots = True
     answers.append(([settled(step)], brought(8)))
     assert claimer.settle_and_claim(CONN, ended(step)) == [settled(step)]
     assert numbers == [8]
+    assert not claimer._wants_slots  # it has gone on behind that
+
+
+def test_a_row_that_refuses_its_route_ends_no_round_and_is_said_in_one_line(
+    claimer: Claimer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    routes_meet(REFUSED, monkeypatch)
+    coming = [
+        Claim([(task_of(1), "local"), (task_of(2), None), (task_of(3), "cloud")], is_any_left=True),
+        brought(4, next_due_seconds=7.0),
+    ]
+    numbers = started(claimer, monkeypatch)
+    monkeypatch.setattr(claimer, "_claim", lambda conn, slots: coming.pop(0))
+    monkeypatch.setattr(claimer, "_concurrency", 10)
+    assert claim_and_start(claimer) == 7.0
+    assert numbers == [1, 2, 3, 4]
+    first, _ = [record.getMessage() for record in caplog.records if record.name == "scheduler"]
+    assert first == "The routes of 2 tasks are not noted: it is refused"
+
+
+def test_a_database_that_is_away_behind_a_claim_ends_the_round(
+    claimer: Claimer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection may be gone."""
+    routes_meet(AWAY, monkeypatch)
+    numbers, coming = started(claimer, monkeypatch), [brought(1, is_any_left=True)]
+    monkeypatch.setattr(claimer, "_claim", lambda conn, slots: coming.pop())
+    with pytest.raises(DatabaseUnavailable):
+        claim_and_start(claimer)
+    assert numbers == [1]
+    assert not claimer._turn.locked()

@@ -66,11 +66,13 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
     )
     monkeypatch.setattr("sys.stderr", stream)
     before = root.handlers[:], root.level
+    factory = logging.getLogRecordFactory()
     root.handlers[:] = []
     set_up_logs()
     monkeypatch.undo()
     yield Process(logging.getLogger("of that process"), raw.done)
     root.handlers[:], root.level = before
+    logging.setLogRecordFactory(factory)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import psycopg2.errors
 import pytest
 
 from execution import runner as runner_module
@@ -92,6 +93,16 @@ def test_a_task_that_runs_longer_than_it_may_ends_of_its_deadline(fake: FakeOlla
     outcome = run(fake.url, timeout_seconds=0.2)
     assert (outcome.verdict, outcome.route) == ("deadline", "local")
     assert "0.2 s" in (outcome.error or "")
+
+
+def test_what_postgres_says_to_a_handler_is_told_without_the_row_that_it_quotes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def fail(*_: Any) -> Outcome:
+        raise psycopg2.errors.CheckViolation("refused\nDETAIL:  Failing row contains (a prompt).")
+
+    monkeypatch.setattr(Runner, "_handler", fail)
+    assert run("http://127.0.0.1:1").error == "CheckViolation: refused"
 
 
 # --- the loop --------------------------------------------------------------------------------
