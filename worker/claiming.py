@@ -1,8 +1,8 @@
 """Claims tasks for one worker and hands them to its runner.
 
 Two threads do. The main one claims when slots are free and something may be due. The settler takes,
-in the transaction that ends a few tasks, as many new ones: so the next step of a chain costs no
-commit and no notification of its own. They take turns, but the settler waits for none: while the
+in the transaction that ends a few steps of runs, as many tasks: so the next step of a chain costs
+no commit and no notification of its own. They take turns, but the settler waits for none: while the
 main thread claims, it only settles.
 """
 
@@ -164,7 +164,8 @@ class Claimer:
     def settle_and_claim(
         self, conn: db.Connection, batch: Sequence[Finished]
     ) -> list[Settled] | None:
-        """Write what came of a few tasks and lease as many for their slots, in one transaction.
+        """Write what came of a few steps of runs, which may make others due, and lease as many
+        tasks for their slots, in one transaction.
 
         None: nothing is written, and nothing claimed. It is not worth it, or not this thread's
         turn, or it cannot be done so; to settle without a claim may be possible.
@@ -180,7 +181,7 @@ class Claimer:
     def _is_worth_a_claim(self, batch: Sequence[Finished]) -> bool:
         if len(batch) > LARGEST_REFILL or self._alone or self._is_stopped:
             return False
-        return self._wants_slots or any(lease.run_id is not None for lease, _ in batch)
+        return any(lease.run_id is not None for lease, _ in batch)
 
     def _settle_and_claim(
         self, conn: db.Connection, batch: Sequence[Finished]
