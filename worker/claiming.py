@@ -1,7 +1,7 @@
 """Claims tasks for one worker and hands them to its runner.
 
 Two threads do. The main one claims when slots are free and something may be due. The settler takes,
-in the transaction that ends a few steps of runs, as many tasks: so the next step of a chain costs
+in the transaction that ends a step of a run, a task for its slot: so the next step of a chain costs
 no commit and no notification of its own. They take turns, but the settler waits for none: while the
 main thread claims, it only settles.
 """
@@ -37,7 +37,6 @@ logger = logging.getLogger("scheduler")
 
 FULL_ROUTE_POLL_SECONDS = 0.5
 LARGEST_CLAIM = 250  # more would keep the first of them waiting for the last
-LARGEST_REFILL = 16  # more is done sooner by two threads, each over its connection
 OVERDUE_SECONDS = 0.5
 CONTENDED_SECONDS = 0.05  # the first pause after a claim that others were faster at
 
@@ -164,8 +163,8 @@ class Claimer:
     def settle_and_claim(
         self, conn: db.Connection, batch: Sequence[Finished]
     ) -> list[Settled] | None:
-        """Write what came of a few steps of runs, which may make others due, and lease as many
-        tasks for their slots, in one transaction.
+        """Write what came of a step of a run, which may make others due, and lease a task for its
+        slot, in one transaction.
 
         None: nothing is written, and nothing claimed. It is not worth it, or not this thread's
         turn, or it cannot be done so; to settle without a claim may be possible.
@@ -179,9 +178,10 @@ class Claimer:
             self._turn.release()
 
     def _is_worth_a_claim(self, batch: Sequence[Finished]) -> bool:
-        if len(batch) > LARGEST_REFILL or self._alone or self._is_stopped:
+        if len(batch) > 1:  # two threads do that sooner, each over its connection
             return False
-        return any(lease.run_id is not None for lease, _ in batch)
+        (lease, _) = batch[0]
+        return lease.run_id is not None and not (self._alone or self._is_stopped)
 
     def _settle_and_claim(
         self, conn: db.Connection, batch: Sequence[Finished]

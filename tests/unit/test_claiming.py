@@ -18,7 +18,7 @@ from queries.claims import Claim
 from queries.leases import ClaimedTask, Lease, Outcome, Settled
 from scheduler import Worker
 from tests.conftest import settings_for
-from worker.claiming import FULL_ROUTE_POLL_SECONDS, LARGEST_REFILL, Claimer
+from worker.claiming import FULL_ROUTE_POLL_SECONDS, Claimer
 from worker.settling import Finished
 
 MOST_CLAIMS = 100
@@ -291,14 +291,14 @@ def unfit(claimer: Claimer, step: ClaimedTask) -> dict[str, Callable[[], list[Fi
         return ended(step)
 
     return {
-        "too many": lambda: ended(*[step] * (LARGEST_REFILL + 1)),
+        "of two": lambda: ended(step, task_of(9, run_id=6)),
         "stopped": stopped,
         "lone tasks": lambda: ended(task_of(7)),
         "a suspect's process": alone,
     }
 
 
-@pytest.mark.parametrize("case", ["too many", "stopped", "lone tasks", "a suspect's process"])
+@pytest.mark.parametrize("case", ["of two", "stopped", "lone tasks", "a suspect's process"])
 def test_some_settles_claim_nothing(
     claimer: Claimer, answers: list[Any], step: ClaimedTask, case: str
 ) -> None:
