@@ -11,8 +11,9 @@ The main thread goes round:
 and then sleeps until a slot is free, a notification comes, something becomes due, or the poll is
 due: the poll is the truth, a notification only shortens the wait. Two threads stand beside it, each
 with a connection of its own. The settler writes what has come of the tasks that ended, fenced by
-their lease tokens. The heartbeat renews all leases of the process in one statement; it begins
-before the first claim and ends after the last write.
+their lease tokens, and where a step has ended claims a task in its place. The heartbeat renews all
+leases of the process in one statement; it begins before the first claim and ends after the last
+write.
 
 SIGTERM or SIGINT: stop claiming, let running tasks end for `worker.grace_seconds` (an agent job
 ends at its next node boundary, for another worker to go on with), hand the rest back, exit 0. A

@@ -59,7 +59,7 @@ class ToolCalls:
                 self._context_of(task),
                 lambda result: on_success(Outcome("succeeded", result=result)),
             )
-        except Exception:  # whatever is wrong, the way that all calls go will tell it
+        except BaseException:  # whatever is wrong, the way that all calls go will tell it
             return None
 
     async def run(self, task: ClaimedTask, thread: Thread[Any] | None = None) -> Outcome:

@@ -2,8 +2,9 @@
 
 Two threads do. The main one claims when slots are free and something may be due. The settler takes,
 in the transaction that ends a step of a run, a task for its slot: so the next step of a chain costs
-no commit and no notification of its own. They take turns, but the settler waits for none: while the
-main thread claims, it only settles.
+no commit and no notification of its own. They take turns: while the main thread claims, the settler
+only settles, and while the settler claims, the main thread waits a moment. More would be gained by
+neither: what they share is safe with both, and each has slots of its own.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ logger = logging.getLogger("scheduler")
 FULL_ROUTE_POLL_SECONDS = 0.5
 LARGEST_CLAIM = 250  # more would keep the first of them waiting for the last
 OVERDUE_SECONDS = 0.5
+TURN_SECONDS = 0.1  # that the main thread waits for the settler, whose connection may be silent
+SOON_SECONDS = 0.05  # so much sooner than it knows, something due is news to the main thread
 CONTENDED_SECONDS = 0.05  # the first pause after a claim that others were faster at
 
 
@@ -88,6 +91,10 @@ class Claimer:
         self._turn = threading.Lock()
         # The settler's backend, if its last claim has left nothing of what it had made due.
         self._all_taken_by: int | None = None
+        # What the last claim has seen, of either thread, and the main thread acts on.
+        self._has_suspect = False
+        self._due_at = math.inf  # when the next delayed task is due, by the monotonic clock
+        self._awaited = math.inf  # what of that the main thread knows
 
     def stop(self) -> None:
         """Claim nothing from now on; may be called from a signal handler."""
@@ -103,28 +110,41 @@ class Claimer:
 
         A claim shares its slots between tenants; what one tenant leaves, the next claim fills.
         """
-        with self._turn:
+        has_turn = self._turn.acquire(timeout=TURN_SECONDS)
+        try:
             return self._claim_and_start(conn, until)
+        finally:
+            if has_turn:
+                self._turn.release()
 
     def _claim_and_start(self, conn: db.Connection, until: float) -> float:
         pause_seconds = math.inf
+        self._all_taken_by = None  # a backend to come could have its number
         # What ends while it claims frees a slot that the next look finds, if anything is left.
         self._wants_slots = self.is_draining or self._policy.has_limits
         while (free := self._free_slots()) > 0 and not self._is_stopped:
             claim = self._claim(conn, min(free, LARGEST_CLAIM))
             self._begin(conn, claim)
             self._note_routes(conn, claim)
-            pause_seconds = min(pause_seconds, self._pause_after(claim))
-            if claim.has_suspect and not self._alone:
-                self._on_suspect()
+            pause_seconds = self._contention_pause(claim)
             # Of what others make due from now on, a notification tells; of a call's end, nobody.
             is_any_left = claim.is_any_left or (self._policy.has_limits and claim.depth > 0)
             self._wants_slots = self.is_draining or is_any_left
             if not claim.tasks or not is_any_left:
                 break
             if time.monotonic() >= until:  # the settler frees slots all the time
-                return 0.0
-        return pause_seconds
+                pause_seconds = 0.0
+                break
+        if self._has_suspect:
+            self._has_suspect = False
+            self._on_suspect()
+        return min(pause_seconds, self._await_due())
+
+    def _await_due(self) -> float:
+        """The seconds until the next delayed task is due; what is due, any claim will see."""
+        self._awaited = self._due_at
+        seconds = self._due_at - time.monotonic()
+        return seconds if seconds > 0 else math.inf
 
     def _free_slots(self) -> int:
         """How many; where there is none, the settler tells of the next."""
@@ -141,22 +161,17 @@ class Claimer:
         self._place.note(claim, time.monotonic() - began)
         return claim
 
-    def _pause_after(self, claim: Claim) -> float:
-        """The seconds until something is due, or may be had that was not for others' sake."""
-        pause_seconds = math.inf
-        if (next_due := claim.next_due_seconds) is not None:
-            # What is overdue still is a row that somebody holds: no reason to hurry.
-            pause_seconds = next_due if next_due > 0 else OVERDUE_SECONDS
+    def _contention_pause(self, claim: Claim) -> float:
+        """The seconds until something may be had that was not for others' locks or calls."""
         if claim.tasks:
             self._contended = 0
         elif claim.depth and self._policy.has_limits:
-            # Another worker's call has to end first, and nobody notifies of that.
-            pause_seconds = min(pause_seconds, FULL_ROUTE_POLL_SECONDS)
+            return FULL_ROUTE_POLL_SECONDS  # another worker's call has to end, and nobody tells
         elif claim.last_tenant is not None:
-            longest = CONTENDED_SECONDS * 2 ** min(self._contended, 10)
-            pause_seconds = min(pause_seconds, longest * random.uniform(0.75, 1.0))
+            longest: float = CONTENDED_SECONDS * 2 ** min(self._contended, 10)
             self._contended += 1
-        return pause_seconds
+            return longest * random.uniform(0.75, 1.0)
+        return math.inf
 
     # --- the settler -------------------------------------------------------------------------
 
@@ -183,9 +198,15 @@ class Claimer:
         (lease, _) = batch[0]
         return lease.run_id is not None and not (self._alone or self._is_stopped)
 
+    def _has_slot_of(self, lease: Lease) -> bool:
+        """Whether it still takes up a slot: of one that was found lost, the slot is another's."""
+        return lease in self._held and len(self._held) <= self._concurrency
+
     def _settle_and_claim(
         self, conn: db.Connection, batch: Sequence[Finished]
     ) -> list[Settled] | None:
+        if not self._has_slot_of(batch[0][0]):
+            return None
         begins, began = self._place.begins(), time.monotonic()
         lease_seconds, retry = self._settings.worker.lease_seconds, self._settings.retry
         try:
@@ -205,19 +226,22 @@ class Claimer:
         self._begin(conn, claim)
         with contextlib.suppress(DatabaseUnavailable):  # what is settled has to be told
             self._note_routes(conn, claim)
-        self._wants_slots = self.is_draining or claim.is_any_left
-        if claim.has_suspect:
-            self._on_left()
-        elif not claim.is_any_left:
+        if claim.is_any_left:
+            self._wants_slots = True
+        else:
             self._all_taken_by = conn.info.backend_pid
+        if self._has_suspect or self._due_at < self._awaited - SOON_SECONDS:
+            self._on_left()
         return settled
 
     def is_left(self, senders: set[int]) -> bool:
         """Whether something may be left of what these backends say has become claimable."""
         if not senders:
             return False
-        with self._turn:
-            return senders != {self._all_taken_by}
+        if not self._turn.acquire(timeout=TURN_SECONDS):  # the settler knows it by its answer
+            return True
+        self._turn.release()
+        return senders != {self._all_taken_by}
 
     def note_free_slots(self, is_any_to_come_back: bool) -> None:
         """Outcomes were written. Of a task that comes back later no notification tells."""
@@ -228,13 +252,18 @@ class Claimer:
     # --- both --------------------------------------------------------------------------------
 
     def _begin(self, conn: db.Connection, claim: Claim) -> None:
-        """Hold what was claimed, and start each task on its route."""
+        """Hold what was claimed, and start each task on its route; see what else is coming."""
         if len(self._held):  # else none of them can be ours already
             self._drop_taken_back({task.task_id for task, _ in claim.tasks})
         self._held.add(task for task, _ in claim.tasks)
         log_claimed(claim.tasks, self._name)  # first: it names a task that kills its process
         for task, route in claim.tasks:
             self._start(conn, task, route)
+        self._has_suspect = claim.has_suspect and not self._alone
+        self._due_at = math.inf
+        if (next_due := claim.next_due_seconds) is not None:
+            # What is overdue still is a row that somebody holds: no reason to hurry.
+            self._due_at = time.monotonic() + (next_due if next_due > 0 else OVERDUE_SECONDS)
 
     def _note_routes(self, conn: db.Connection, claim: Claim) -> None:
         """Say where they went. It is no fault of theirs, nor of the round's, if a row refuses that:
@@ -253,9 +282,11 @@ class Claimer:
 
     def _start(self, conn: db.Connection, task: ClaimedTask, route: str | None) -> None:
         self.last_start = time.monotonic()
-        if route is None and task.requested_route != "none":
+        if self._is_stopped:  # while it was claimed
+            ready: ClaimedTask | Outcome = Outcome("released")
+        elif route is None and task.requested_route != "none":
             # Its route closed, or filled up, between the look and the claim.
-            ready: ClaimedTask | Outcome = Outcome("released", delay_seconds=GIVEN_BACK_SECONDS)
+            ready = Outcome("released", delay_seconds=GIVEN_BACK_SECONDS)
         elif task.kind == "callback":
             ready = with_message(conn, task, self._settings)
         else:

@@ -55,7 +55,7 @@ def renew(conn: db.Connection, held: Sequence[Lease], lease_seconds: float) -> B
             beat.lost.update(told.lost)
             beat.cancelled.update(told.cancelled)
     left = [*refused, *(lease for part in parts for lease in part)]
-    if left and not renewed:
+    if left and not renewed and not beat.lost:  # what is lost is to be known first
         raise RenewalRefused(f"no lease can be renewed: {why}")
     if left:
         named = ", ".join(str(lease.task_id) for lease in left[:MOST_NAMED])

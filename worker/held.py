@@ -1,4 +1,4 @@
-"""The leases a process holds, shared by its main thread and its heartbeat."""
+"""The leases a process holds, shared by its main thread, its settler and its heartbeat."""
 
 from __future__ import annotations
 
@@ -42,6 +42,9 @@ class Held:
     def leases(self) -> list[Lease]:
         with self._lock:
             return list(self._tasks)
+
+    def __contains__(self, lease: Lease) -> bool:
+        return lease in self._tasks
 
     def __len__(self) -> int:
         return len(self._tasks)

@@ -42,7 +42,7 @@ class Link:
         return self._conn
 
     def _open_both(self) -> db.Connection:
-        """Open both, or neither: a worker without ears or heartbeat must not claim."""
+        """Open both, or neither: who claims without ears hears of nothing that becomes due."""
         settings = self._settings
         with contextlib.ExitStack() as opened:
             conn = db.connect(settings.database_url, settings.database, self._name)
@@ -95,13 +95,15 @@ class Link:
         if self._listener is None:
             return set(), []
         heard = db.heard(self._listener)
-        return {one.sender for one in heard if one.channel == CLAIMABLE_CHANNEL}, [
+        senders = {one.sender for one in heard if one.channel == CLAIMABLE_CHANNEL}
+        watched = [
             int(root_id)
             for one in heard
             if one.channel == WATCHED_CHANNEL
             for root_id in one.payload.split(",")
             if root_id.isascii() and root_id.isdigit()
         ]
+        return senders, watched
 
     def ping_listener(self) -> None:
         """A half-open listener is silent for ever: now and then it has to answer."""

@@ -37,7 +37,7 @@ class Place:
         return self._after_tenant, self._from_task
 
     def note(self, claim: Claim, seconds: float) -> None:
-        """That claim has begun here, and has taken so long."""
+        """That claim has begun here, and has taken so long, with the settle before it if any."""
         if not self._from_task:
             pause = min(max(SHORTEST_SECONDS, seconds / SHARE), LONGEST_SECONDS)
             self._look_at_all = time.monotonic() + pause

@@ -1,4 +1,7 @@
-"""The thread that writes what came of tasks, while the main thread claims the next ones."""
+"""The thread that writes what came of tasks, while the main thread claims the next ones.
+
+Where it ends a step of a run it claims as well: see claiming.py.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +101,7 @@ class Settler(threading.Thread):
             say(logger, logging.WARNING, f"Cannot settle now: {away}.", "database_away")
             self._disconnect()
             return random.uniform(0.2, 1.0)
-        except Exception:  # a fault of ours must not end the worker, and its tasks with it
+        except BaseException:  # a fault of ours, or a tool's, must not end this thread in silence
             logger.exception("This settle failed")
             self._disconnect()
             return 1.0

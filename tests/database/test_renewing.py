@@ -202,5 +202,7 @@ def test_a_lease_that_is_gone_does_not_make_a_database_that_refuses_all_look_wel
 ) -> None:
     gone, *held = leases_of(claimed(conn, 3))
     rows.settle(conn, gone, "succeeded")
-    with refusing(conn), pytest.raises(RenewalRefused, match="broken"):
-        renew(conn, [gone, *held], LEASE_SECONDS)
+    with refusing(conn):
+        assert renew(conn, [gone, *held], LEASE_SECONDS).lost == {gone}
+        with pytest.raises(RenewalRefused, match="broken"):
+            renew(conn, held, LEASE_SECONDS)

@@ -12,10 +12,13 @@ import pytest
 import db
 from errors import DatabaseUnavailable
 from tests.support.fake_ollama import FakeOllama, echo, slow
+from tests.support.functions import rewritten
 from tests.support.processes import Processes, eventually
 from tests.support.queue import Queue
 
 Connect = Callable[[], db.Connection]
+
+SLOWLY = "PERFORM pg_sleep(10);"
 
 
 def test_a_missing_partition_behind_an_open_transaction_stops_no_worker(
@@ -123,6 +126,22 @@ def test_a_run_whose_row_somebody_holds_holds_up_no_other_task_of_its_worker(
         for prompt in ("one", "two", "three"):
             (task_id,) = queue.submit(prompt)
             queue.await_status(task_id, "SUCCEEDED")
+        assert queue.row(run_id + 1)["status"] == "RUNNING"
+    queue.await_status(run_id, "SUCCEEDED")
+
+
+def test_a_settle_that_claims_and_gets_no_answer_holds_up_no_other_claim_of_its_worker(
+    processes: Processes, fake: FakeOllama, queue: Queue, connect: Connect
+) -> None:
+    conn = connect()
+    moment = "moment := current_instant();"
+    with rewritten(conn, "settle_tasks", {moment: SLOWLY + moment}):
+        run_id = queue.submit_run({"a": [], "b": ["a"]})
+        processes.worker("--concurrency", "4")
+        queue.await_status(run_id + 1, "RUNNING")
+        eventually(lambda: queue.ask("SELECT 1 FROM pg_stat_activity WHERE wait_event = 'PgSleep'"))
+        for task_id in queue.submit("one", "two"):
+            queue.await_status(task_id, "RUNNING")
         assert queue.row(run_id + 1)["status"] == "RUNNING"
     queue.await_status(run_id, "SUCCEEDED")
 

@@ -63,7 +63,7 @@ def place_of(name: str) -> int:
     group = group_of(name)
     if group == name:
         places = (place for place, part in enumerate(APART) if name.startswith(part))
-        return len(TOGETHER) + 1 + next(places)
+        return len(TOGETHER) + 1 + next(places, len(APART))
     return list(TOGETHER).index(group) if group in TOGETHER else len(TOGETHER)
 
 

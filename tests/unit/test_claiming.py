@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -214,8 +215,12 @@ def settled(task: ClaimedTask) -> Settled:
 
 
 @pytest.fixture
-def step() -> ClaimedTask:
-    return task_of(7, run_id=6)
+def step(claimer: Claimer) -> ClaimedTask:
+    """A step that runs, and has ended now."""
+    task = task_of(7, run_id=6)
+    claimer._held.add([task])
+    claimer._held.begin_settling([task.lease])
+    return task
 
 
 @pytest.fixture
@@ -244,7 +249,6 @@ def test_the_settle_of_a_step_starts_what_it_has_claimed_and_says_what_it_has_se
 ) -> None:
     numbers = started(claimer, monkeypatch)
     answers.append(([settled(step)], brought(8)))
-    claimer._held.add([step])
     assert claimer.settle_and_claim(CONN, ended(step)) == [settled(step)]
     assert numbers == [8]
     assert claimer._held.leases() == [step.lease, task_of(8).lease]
@@ -260,12 +264,16 @@ def test_a_notification_of_what_the_settler_has_claimed_is_no_news_and_any_other
     assert not claimer.is_left({77})
     assert claimer.is_left({77, 78})
     assert claimer.is_left({78})
+    claimer._held.add([task_of(number) for number in range(20, 20 + SLOTS)])
+    claim_and_start(claimer)  # by which time another backend can have that number
+    assert claimer.is_left({77})
 
 
 def test_while_the_settler_claims_nobody_says_whether_something_is_left(
-    claimer: Claimer, answers: list[Any], step: ClaimedTask
+    claimer: Claimer, answers: list[Any], step: ClaimedTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its notification can be heard before its answer."""
+    monkeypatch.setattr("worker.claiming.TURN_SECONDS", 20.0)
     told: list[bool] = []
     asks = threading.Thread(target=lambda: told.append(claimer.is_left({77})))
 
@@ -290,20 +298,25 @@ def unfit(claimer: Claimer, step: ClaimedTask) -> dict[str, Callable[[], list[Fi
         claimer._alone = True
         return ended(step)
 
+    lone, other = task_of(7), task_of(9, run_id=6)
+    claimer._held.add([lone, other])
+
     return {
-        "of two": lambda: ended(step, task_of(9, run_id=6)),
+        "of two": lambda: ended(step, other),
         "stopped": stopped,
-        "lone tasks": lambda: ended(task_of(7)),
+        "of a lone task": lambda: ended(lone),
         "a suspect's process": alone,
     }
 
 
-@pytest.mark.parametrize("case", ["of two", "stopped", "lone tasks", "a suspect's process"])
+@pytest.mark.parametrize("case", ["of two", "stopped", "of a lone task", "a suspect's process"])
 def test_some_settles_claim_nothing(
     claimer: Claimer, answers: list[Any], step: ClaimedTask, case: str
 ) -> None:
     claimer._all_taken_by = 77
+    answers.append(([], brought(8)))
     assert claimer.settle_and_claim(CONN, unfit(claimer, step)[case]()) is None
+    assert answers  # nobody was asked
     assert claimer.is_left({77})  # of what such a settle makes due, too
 
 
@@ -348,19 +361,133 @@ def test_a_connection_that_breaks_in_the_middle_is_no_reason_to_use_it_again(
     assert not claimer._turn.locked()
 
 
-@pytest.mark.parametrize("left", [{"is_any_left": True}, {"has_suspect": True}])
 def test_what_such_a_claim_leaves_is_the_main_thread_s(
-    claimer: Claimer,
-    answers: list[Any],
-    rings: list[None],
-    step: ClaimedTask,
-    left: dict[str, bool],
+    claimer: Claimer, answers: list[Any], rings: list[None], step: ClaimedTask
 ) -> None:
-    answers.append(([], brought(8, **left)))
+    answers.append(([], brought(8, is_any_left=True)))
     claimer.settle_and_claim(CONN, ended(step))
     assert claimer.is_left({77})
     claimer.note_free_slots(False)
     assert rings
+
+
+def test_what_the_settler_s_claim_did_not_find_the_main_thread_may_have_left_before(
+    claimer: Claimer, answers: list[Any], rings: list[None], step: ClaimedTask
+) -> None:
+    """The settler asks, the main thread fills its slots and leaves some, then comes the answer."""
+
+    def answer() -> Any:
+        claimer._wants_slots = True
+        return [], brought()
+
+    answers.append(answer)
+    claimer._wants_slots = False
+    claimer.settle_and_claim(CONN, ended(step))
+    claimer._held.drop_settled([step.lease])
+    claimer.note_free_slots(False)
+    assert rings
+
+
+def test_a_lease_that_was_found_lost_has_no_slot_to_fill(
+    claimer: Claimer, answers: list[Any], step: ClaimedTask
+) -> None:
+    """Its slot is free already, or another's: its late outcome must not claim for it once more."""
+    claimer._held.drop_settled([step.lease])
+    answers.append(([], brought(8)))
+    assert claimer.settle_and_claim(CONN, ended(step)) is None
+    assert answers  # nobody was asked
+
+
+def test_a_worker_that_holds_more_than_it_has_slots_for_fills_none(
+    claimer: Claimer, answers: list[Any], step: ClaimedTask
+) -> None:
+    claimer._held.add(task_of(number) for number in range(20, 20 + SLOTS))
+    answers.append(([], brought(8)))
+    assert claimer.settle_and_claim(CONN, ended(step)) is None
+    assert answers  # nobody was asked
+
+
+def test_a_suspect_that_the_settler_sees_gets_its_process_though_no_slot_is_free(
+    claimer: Claimer, answers: list[Any], rings: list[None], step: ClaimedTask,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    begun: list[None] = []
+    monkeypatch.setattr(claimer, "_on_suspect", lambda: begun.append(None))
+    answers.append(([settled(step)], brought(8, has_suspect=True)))
+    claimer._held.add(task_of(number) for number in range(20, 20 + SLOTS - 1))
+    claimer.settle_and_claim(CONN, ended(step))
+    assert rings
+    assert not begun  # by the settler, who may not
+    claim_and_start(claimer)
+    assert begun == [None]
+    claim_and_start(claimer)
+    assert begun == [None]
+
+
+def test_the_main_thread_is_told_of_what_is_due_sooner_than_it_knows(
+    claimer: Claimer, answers: list[Any], rings: list[None], step: ClaimedTask
+) -> None:
+    """A retry of a full worker, which has to be claimed though nobody notifies of it."""
+    claimer._held.add(task_of(number) for number in range(20, 20 + SLOTS - 1))
+    assert claim_and_start(claimer) == math.inf
+    answers.append(([], brought(next_due_seconds=2.0)))
+    claimer.settle_and_claim(CONN, ended(step))
+    assert rings.pop() is None
+    assert 1.5 < claim_and_start(claimer) <= 2.0
+    answers.append(([], brought(next_due_seconds=2.0)))
+    claimer.settle_and_claim(CONN, ended(step))
+    assert not rings  # it knows
+
+
+def test_what_has_become_due_meanwhile_is_awaited_no_longer(
+    claimer: Claimer, answers: list[Any], step: ClaimedTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers.append(([], brought(next_due_seconds=2.0)))
+    claimer.settle_and_claim(CONN, ended(step))
+    claimer._held.add(task_of(number) for number in range(20, 20 + SLOTS))
+    later = time.monotonic() + 3
+    monkeypatch.setattr("worker.claiming.time.monotonic", lambda: later)
+    assert claim_and_start(claimer) == math.inf
+    assert claimer._wants_slots  # the next slot's claim sees it
+
+
+def test_the_main_thread_waits_no_longer_than_a_moment_for_a_settler_without_an_answer(
+    claimer: Claimer, monkeypatch: pytest.MonkeyPatch, answers: list[Any], step: ClaimedTask
+) -> None:
+    """Its connection is silent. What is due is claimed all the same, and every ring is news."""
+    may_answer, is_asked = threading.Event(), threading.Event()
+
+    def answer() -> Any:
+        is_asked.set()
+        may_answer.wait(20)
+        return [settled(step)], brought(8)
+
+    answers.append(answer)
+    numbers = started(claimer, monkeypatch)
+    settler = threading.Thread(target=claimer.settle_and_claim, args=[CONN, ended(step)])
+    settler.start()
+    assert is_asked.wait(20)
+    assert claimer.is_left({77})
+    assert one_by_one(claimer, monkeypatch, depth=2)[0] == [2, 1]
+    may_answer.set()
+    settler.join(20)
+    assert numbers == [2, 1, 8]
+    assert not claimer._turn.locked()
+
+
+def test_what_was_claimed_while_a_stop_came_is_handed_back_at_once(
+    worker: Worker, answers: list[Any], step: ClaimedTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker.claimer, "_start", partial(Claimer._start, worker.claimer))
+
+    def answer() -> Any:
+        worker.claimer.stop()
+        return [settled(step)], brought(8)
+
+    answers.append(answer)
+    worker.claimer.settle_and_claim(CONN, ended(step))
+    ((lease, outcome),) = worker.runner.take_finished()
+    assert (lease, outcome.verdict) == (task_of(8).lease, "released")
 
 
 AWAY = DatabaseUnavailable("it is away")
@@ -390,7 +517,7 @@ def test_a_route_that_cannot_be_noted_takes_nothing_back(
     answers.append(([settled(step)], brought(8)))
     assert claimer.settle_and_claim(CONN, ended(step)) == [settled(step)]
     assert numbers == [8]
-    assert not claimer._wants_slots  # it has gone on behind that
+    assert not claimer.is_left({77})  # it has gone on behind that
 
 
 def test_a_row_that_refuses_its_route_ends_no_round_and_is_said_in_one_line(
@@ -404,7 +531,7 @@ def test_a_row_that_refuses_its_route_ends_no_round_and_is_said_in_one_line(
     numbers = started(claimer, monkeypatch)
     monkeypatch.setattr(claimer, "_claim", lambda conn, slots: coming.pop(0))
     monkeypatch.setattr(claimer, "_concurrency", 10)
-    assert claim_and_start(claimer) == 7.0
+    assert claim_and_start(claimer) == pytest.approx(7.0, abs=0.5)
     assert numbers == [1, 2, 3, 4]
     first, _ = [record.getMessage() for record in caplog.records if record.name == "scheduler"]
     assert first == "The routes of 2 tasks are not noted: it is refused"
