@@ -3,8 +3,8 @@
 Two threads do. The main one claims when slots are free and something may be due. The settler takes,
 in the transaction that ends a step of a run, a task for its slot: so the next step of a chain costs
 no commit and no notification of its own. They take turns: while the main thread claims, the settler
-only settles, and while the settler claims, the main thread waits a moment. More would be gained by
-neither: what they share is safe with both, and each has slots of its own.
+only settles, and while the settler claims, the main thread waits a moment. To wait longer is not
+necessary: what they share is safe with both, and each has slots of its own.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ FULL_ROUTE_POLL_SECONDS = 0.5
 LARGEST_CLAIM = 250  # more would keep the first of them waiting for the last
 OVERDUE_SECONDS = 0.5
 TURN_SECONDS = 0.1  # that the main thread waits for the settler, whose connection may be silent
+SHORT_TURN_SECONDS = 0.001  # that the settler waits for the main thread, which may just be done
 SOON_SECONDS = 0.05  # so much sooner than it knows, something due is news to the main thread
 CONTENDED_SECONDS = 0.05  # the first pause after a claim that others were faster at
 
@@ -184,13 +185,15 @@ class Claimer:
         None: nothing is written, and nothing claimed. It is not worth it, or not this thread's
         turn, or it cannot be done so; to settle without a claim may be possible.
         """
-        self._all_taken_by = None  # first: of what is settled without a claim, a notification tells
-        if not self._is_worth_a_claim(batch) or not self._turn.acquire(blocking=False):
-            return None
-        try:
-            return self._settle_and_claim(conn, batch)
-        finally:
-            self._turn.release()
+        settled = None
+        if self._is_worth_a_claim(batch) and self._turn.acquire(timeout=SHORT_TURN_SECONDS):
+            try:
+                settled = self._settle_and_claim(conn, batch)
+            finally:
+                self._turn.release()
+        if settled is None:
+            self._all_taken_by = None  # of what is settled alone, a notification is to tell
+        return settled
 
     def _is_worth_a_claim(self, batch: Sequence[Finished]) -> bool:
         if len(batch) > 1:  # two threads do that sooner, each over its connection
@@ -215,6 +218,7 @@ class Claimer:
                     conn, batch, retry, self._name, lease_seconds, self._policy, *begins
                 )
         except Exception:  # whichever half it is about, that will tell when it is done alone
+            self._all_taken_by = None
             self._on_left()
             if conn.closed:
                 raise
@@ -226,10 +230,8 @@ class Claimer:
         self._begin(conn, claim)
         with contextlib.suppress(DatabaseUnavailable):  # what is settled has to be told
             self._note_routes(conn, claim)
-        if claim.is_any_left:
-            self._wants_slots = True
-        else:
-            self._all_taken_by = conn.info.backend_pid
+        self._all_taken_by = None if claim.is_any_left else conn.info.backend_pid
+        self._wants_slots |= claim.is_any_left
         if self._has_suspect or self._due_at < self._awaited - SOON_SECONDS:
             self._on_left()
         return settled

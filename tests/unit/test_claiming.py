@@ -289,6 +289,20 @@ def test_while_the_settler_claims_nobody_says_whether_something_is_left(
     assert told == [False]
 
 
+def test_a_notification_that_is_heard_while_the_next_step_ends_is_no_news_either(
+    claimer: Claimer, answers: list[Any], step: ClaimedTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short steps end sooner than the main thread hears of them: it would claim at every hop."""
+    monkeypatch.setattr("worker.claiming.TURN_SECONDS", 20.0)
+    told: list[bool] = []
+    asks = threading.Thread(target=lambda: told.append(claimer.is_left({77})))
+    answers += [([], brought(8)), lambda: asks.start() or ([], brought(9))]
+    claimer.settle_and_claim(CONN, ended(step))
+    claimer.settle_and_claim(CONN, ended(step))
+    asks.join(20)
+    assert told == [False]
+
+
 def unfit(claimer: Claimer, step: ClaimedTask) -> dict[str, Callable[[], list[Finished]]]:
     def stopped() -> list[Finished]:
         claimer.stop()
