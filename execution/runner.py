@@ -1,11 +1,12 @@
 """Carries out claimed tasks on one event loop in a thread of its own.
 
 The worker's main thread hands tasks in (`start`) and stops them (`stop`), its settler takes what
-came of them (`take_finished`); neither ever waits for a task. Where a task is handed in, a tool
-that returns at once is called, and the thread of any other function begun, which says itself when
-it has succeeded: a turn of the loop would take longer. The loop sees to deadlines, stops and
-errors. Only agent jobs touch the database, from their own threads and over connections of their
-own; no other task does.
+came of them (`take_finished`) and hands in as well; neither ever waits for a task. Where a task is
+handed in, a tool that returns at once is called, and the thread of any other function begun, which
+says itself when it has succeeded: a turn of the loop would take longer. The loop sees to deadlines,
+stops and errors; for threads that were begun it looks a moment later, when most have ended. Only
+agent jobs touch the database, from their own threads and over connections of their own; no other
+task does.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -42,12 +44,14 @@ OnPiece = Callable[[ClaimedTask, str | None, str], None]  # a node of a job, a p
 LONGEST_CLOSE_SECONDS = 10.0
 # A server that goes away so often under the same prompt may be brought down by it.
 MOST_HANG_UPS = 5
+LOOK_SECONDS = 0.05  # after which the loop looks for threads that were begun and still run
 
 
 class End:
     """The end of one task, told once: by the thread of its tool or by the loop, who is first."""
 
     def __init__(self, tell: Callable[[Outcome], None]) -> None:
+        self.began = time.monotonic()  # by the clock of the loop
         self._tell = tell
         self._told = threading.Lock()  # taken by the first, and never given back
 
@@ -86,6 +90,7 @@ class Runner:
         self._finished: deque[Finished] = deque()
         self._to_begin: deque[tuple[ClaimedTask, str | None, Thread[Any] | None, End]] = deque()
         self._is_waking = False
+        self._is_looking = False
         self._running: dict[Lease, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._go_round, name="runner", daemon=True)
@@ -118,14 +123,16 @@ class Runner:
     def start(self, task: ClaimedTask, route: str | None) -> None:
         """Begin `task`; its outcome will be among the finished, at once if it takes no time."""
         end = End(partial(self.end, task.lease))
-        begun = self._tools.begin(task, end) if task.kind == "tool" else None
+        begun = self._tools.begin(task, end, self._wake) if task.kind == "tool" else None
         if isinstance(begun, Outcome):
             end(begun)
             return
         self._to_begin.append((task, route, begun, end))
-        if not self._is_waking:  # of many that are started together, the first wakes the loop
-            self._is_waking = True
-            self._loop.call_soon_threadsafe(self._begin_all)
+        if begun is None:
+            self._wake()
+        elif not self._is_looking:
+            self._is_looking = True
+            self._tell(self._loop.call_later, LOOK_SECONDS, self._look)
 
     def end(self, lease: Lease, outcome: Outcome) -> None:
         """Count a task among the finished."""
@@ -167,6 +174,15 @@ class Runner:
             if not self._loop.is_closed():
                 raise
 
+    def _wake(self) -> None:
+        if not self._is_waking:  # of many that are started together, the first wakes the loop
+            self._is_waking = True
+            self._tell(self._begin_all)
+
+    def _look(self) -> None:
+        self._is_looking = False
+        self._begin_all()
+
     def _begin_all(self) -> None:
         self._is_waking = False
         while self._to_begin:
@@ -176,6 +192,7 @@ class Runner:
                 self._running[task.lease] = running
 
     def _cancel(self, leases: Sequence[Lease]) -> None:
+        self._begin_all()
         for lease in leases:
             if (running := self._running.get(lease)) is not None:
                 # After its first step: a coroutine cancelled before that never runs, nor reports.
@@ -186,7 +203,7 @@ class Runner:
     ) -> None:
         seconds = task.timeout_seconds or self._settings.worker.task_timeout_seconds
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout_at(end.began + seconds):
                 outcome = await self._carry_out(task, route, begun)
         except TimeoutError:
             outcome = Outcome("deadline", error=f"it ran longer than {seconds:g} s", route=route)
@@ -314,6 +331,7 @@ class Runner:
         self._on_route()
 
     async def _close(self) -> None:
+        self._begin_all()
         await asyncio.sleep(0)  # what was begun last has its first step, and so hears of its end
         running = [*self._running.values(), *self._probes.values()]
         for task in running:

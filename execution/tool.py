@@ -34,13 +34,16 @@ class ToolCalls:
         self._left_behind: set[asyncio.Task[Any]] = set()  # asyncio holds tasks by weak references
 
     def begin(
-        self, task: ClaimedTask, on_success: Callable[[Outcome], None]
+        self,
+        task: ClaimedTask,
+        on_success: Callable[[Outcome], None],
+        on_error: Callable[[], None],
     ) -> Outcome | Thread[Any] | None:
         """The outcome of a call that takes no time, or the thread that makes one already, for
         `run` to await; None: `run` has something to do before the call.
 
-        On any thread. `on_success` is called by that thread, if the tool returns, for a turn of
-        `run`'s loop would take longer.
+        On any thread. That thread calls one of the others when the tool has ended; of what it
+        raised, `run` tells.
         """
         try:
             tool, args = self._registry.find(task.payload["tool"]), task.payload["args"]
@@ -58,6 +61,7 @@ class ToolCalls:
                 args,
                 self._context_of(task),
                 lambda result: on_success(Outcome("succeeded", result=result)),
+                on_error,
             )
         except BaseException:  # whatever is wrong, the way that all calls go will tell it
             return None

@@ -61,10 +61,11 @@ class FunctionTool:
         args: Mapping[str, Any],
         context: ToolContext,
         on_result: Callable[[Any], None] = lambda result: None,
+        on_error: Callable[[], None] = lambda: None,
     ) -> Thread[Any]:
         """Such a call, in its thread. When nobody waits for it any more, the function is told.
 
-        `on_result` is called in that thread, before who waits hears of the result.
+        That thread calls one of the others, before who waits hears of the end.
         """
         own = OwnLoop()
 
@@ -75,7 +76,11 @@ class FunctionTool:
         title = f"tool {self.name} of task {context.task_id}"
 
         def call() -> Any:
-            result = self._call(args, context, own)
+            try:
+                result = self._call(args, context, own)
+            except BaseException:
+                on_error()
+                raise
             on_result(result)
             return result
 

@@ -176,7 +176,11 @@ class OwnLoop:
             self._task = task
             if self._is_cancelled:
                 task.cancel()
-        return loop.run_until_complete(task)
+        try:
+            return loop.run_until_complete(task)
+        finally:
+            if asyncio.iscoroutine(awaitable):
+                awaitable.close()  # that was cancelled before it had begun
 
     def cancel(self) -> None:
         with self._lock:

@@ -69,7 +69,7 @@ async def begun_and_outcome(
 ) -> tuple[Outcome | Thread[Any] | None, Outcome]:
     """What is there when a call was begun, and what comes of it."""
     calls = ToolCalls(settings)
-    begun = calls.begin(task, lambda outcome: None)
+    begun = calls.begin(task, lambda outcome: None, lambda: None)
     return begun, begun if isinstance(begun, Outcome) else await calls.run(task, begun)
 
 
@@ -280,7 +280,8 @@ def test_a_deadline_is_kept_whether_the_tool_listens_or_not(
     runner: Runner, tool: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     args = {"seconds": 600} if tool == "sleep" else {}
-    runner.start(task_of(tool, args, timeout_seconds=0.2), None)
+    # Long enough for the tool to have begun, on a busy machine too.
+    runner.start(task_of(tool, args, timeout_seconds=1.0), None)
     assert finished(runner)[1].verdict == "deadline"
     if tool in ("deaf", "deaf_async", "block"):
         eventually(lambda: "does not listen" in caplog.text)
@@ -409,6 +410,51 @@ def test_the_loop_begins_nothing_for_a_task_that_ended_before_it_had_time(runner
     assert runner.take_finished() == []
 
 
+def test_of_many_short_calls_the_loop_hears_once(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("execution.runner.LOOK_SECONDS", 600)
+    told: list[Any] = []
+    monkeypatch.setattr(runner, "_tell", lambda what, *about: told.append(what))
+    for number in range(20):
+        runner.start(task_of("note", {"what": number}, number=number), None)
+    eventually(lambda: len(runner._finished) == 20)
+    assert told == [runner._loop.call_later]
+
+
+@pytest.mark.parametrize("tool", ["fail", "fail_async", "cancel_itself"])
+def test_what_a_tool_raises_is_told_before_the_loop_would_look(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, tool: str
+) -> None:
+    monkeypatch.setattr("execution.runner.LOOK_SECONDS", 600)
+    runner.start(task_of(tool, {"how": "value"} if "fail" in tool else {}), None)
+    assert finished(runner)[1].verdict == "failure"
+
+
+def test_a_stop_reaches_a_tool_before_the_loop_would_look(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("execution.runner.LOOK_SECONDS", 600)
+    task = task_of("listen", {})
+    runner.start(task, None)
+    runner.stop([task.lease])
+    assert finished(runner)[1].verdict == "released"
+
+
+def test_a_deadline_counts_from_the_start_and_not_from_the_look(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[float] = []
+    timeout_at = asyncio.timeout_at
+    monkeypatch.setattr(
+        "execution.runner.asyncio.timeout_at", lambda at: ends.append(at) or timeout_at(at)
+    )
+    runner.start(task_of("listen", {}, timeout_seconds=0.2), None)
+    started = time.monotonic()
+    assert finished(runner)[1].verdict == "deadline"
+    assert ends[0] <= started + 0.2
+
+
 def test_a_task_ends_once_though_its_thread_and_the_loop_both_hear_of_its_end(
     runner: Runner,
 ) -> None:
@@ -505,7 +551,7 @@ def test_large_arguments_are_filled_in_by_nobody_that_others_wait_for(
     for pad, output, times in (("x", "y", 1), (large, "y", 0), ("x", large, 0)):
         begun.clear()
         step = step_of("echo", {"a": "{{ n.output }}", "pad": pad}, {Reference("n"): output})
-        calls.begin(step, lambda outcome: None)
+        calls.begin(step, lambda outcome: None, lambda: None)
         assert len(begun) == times
 
 
