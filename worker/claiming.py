@@ -3,8 +3,8 @@
 Two threads do. The main one claims when slots are free and something may be due. The settler takes,
 in the transaction that ends a step of a run, a task for its slot: so the next step of a chain costs
 no commit and no notification of its own. They take turns: while the main thread claims, the settler
-only settles, and while the settler claims, the main thread waits a moment. To wait longer is not
-necessary: what they share is safe with both, and each has slots of its own.
+only settles, and while the settler claims, the main thread waits a moment. Longer it need not wait:
+what they share is safe with both, and the settler fills no slot but that of the step it ends.
 """
 
 from __future__ import annotations
@@ -231,7 +231,8 @@ class Claimer:
         with contextlib.suppress(DatabaseUnavailable):  # what is settled has to be told
             self._note_routes(conn, claim)
         self._all_taken_by = None if claim.is_any_left else conn.info.backend_pid
-        self._wants_slots |= claim.is_any_left
+        if claim.is_any_left:
+            self._wants_slots = True  # never False here: the main thread may have left something
         if self._has_suspect or self._due_at < self._awaited - SOON_SECONDS:
             self._on_left()
         return settled
