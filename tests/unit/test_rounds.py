@@ -66,6 +66,19 @@ def test_of_a_batch_what_was_written_is_forgotten_what_is_held_up_stays_and_what
     assert not worker.held.drop_lost([held_up])  # it is still being settled
 
 
+def test_what_tries_to_end_the_settler_s_thread_does_not(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It starts tasks as well, and so calls tools that return at once, and decide_route."""
+
+    def leave() -> None:
+        raise SystemExit(3)
+
+    monkeypatch.setattr(worker._settler, "_settle", leave)
+    assert worker._settler._settle_safely() == 1.0
+    assert "This settle failed" in caplog.text
+
+
 def test_what_ends_while_the_settler_writes_is_written_next(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -555,6 +555,17 @@ def test_large_arguments_are_filled_in_by_nobody_that_others_wait_for(
         assert len(begun) == times
 
 
+def test_a_tool_that_returns_at_once_and_exits_ends_nobody_who_calls_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def leave(name: str) -> None:
+        raise SystemExit(3)
+
+    calls = ToolCalls(SETTINGS)
+    monkeypatch.setattr(calls._registry, "find", leave)
+    assert calls.begin(task_of("echo", {}), lambda outcome: None, lambda: None) is None
+
+
 def test_what_was_filled_in_is_made_storable_for_the_quickest_call_too(runner: Runner) -> None:
     runner.start(step_of("echo", {"a": "{{ n.output }}"}, {Reference("n"): "a\0b"}), None)
     assert finished(runner)[1].result == {"a": "a\ufffdb"}
